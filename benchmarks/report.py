@@ -1,0 +1,207 @@
+"""Tables for README and docs/performance.md, generated from the results and from nothing else."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import record
+from .record import Record
+
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+ROOT = Path(__file__).parent.parent
+SUITES = {"norm_fwd": "RMSNorm forward", "norm_bwd": "RMSNorm backward (dx, dweight)"}
+PEERS = {
+    "eager": "torch",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "quack-kernels": "quack-kernels",
+}
+PLOTS = "plots"
+
+
+def replace_block(text: str, block: str) -> str:
+    """Put `block` between the markers.
+
+    Raises:
+        ValueError: a marker is missing, or they are in the wrong order.
+    """
+    first, last = text.find(BEGIN), text.find(END)
+    if first < 0 or last < first:
+        raise ValueError(f"the text needs {BEGIN} and, after it, {END}")
+    return f"{text[: first + len(BEGIN)]}\n{block.strip()}\n{text[last:]}"
+
+
+def grouped(records: Sequence[Record], suite: str) -> list[dict[str, Record]]:
+    """The rows of a suite as variants by name, in file order."""
+    found: dict[tuple, dict[str, Record]] = {}
+    for one in records:
+        if one.suite == suite:
+            found.setdefault(one.row, {})[one.variant] = one
+    return list(found.values())
+
+
+def speedup(row: dict[str, Record]) -> float | None:
+    """The strongest peer's time over ours; None if either is missing."""
+    ours = row.get("ours")
+    peer = row.get(ours.best_peer) if ours else None
+    if ours is None or peer is None or not ours.median or not peer.median:
+        return None
+    return peer.median / ours.median
+
+
+def headline(found: Sequence[dict[str, Record]]) -> str:
+    """Verdicts, geometric mean against the strongest peer of each row, worst row."""
+    judged = [row["ours"] for row in found if "ours" in row]
+    words = ("win", "tie", "loss", "void")
+    counts = {word: sum(one.verdict == word for one in judged) for word in words}
+    plural = {"win": "wins", "tie": "ties", "loss": "losses", "void": "void"}
+    told = [f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items() if n]
+    ratios = {i: r for i, row in enumerate(found) if (r := speedup(row)) is not None}
+    parts = [", ".join(told) + f" of {len(judged)} rows"]
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        worst = min(ratios, key=ratios.__getitem__)
+        parts.append(f"geometric mean {mean:.2f}x the strongest peer of each row")
+        parts.append(f"worst row {_label(found[worst]['ours'])} at {ratios[worst]:.2f}x")
+    return "; ".join(parts) + "."
+
+
+def _label(one: Record) -> str:
+    opts = [f"weight {value}" if name == "w" else f"+ {name}" for name, value in one.opts.items()]
+    return " ".join(["x".join(map(str, one.shape)), one.dtype, *opts])
+
+
+def _time(one: Record | None) -> str:
+    if one is None:
+        return ""
+    return f"{one.median:.1f}" if one.median else one.status
+
+
+def _versions(found: Sequence[dict[str, Record]]) -> str:
+    """Where and with what the rows were measured."""
+    ours = [row["ours"] for row in found if "ours" in row]
+    gpus = sorted({one.gpu for one in ours})
+    dates = sorted({one.date for one in ours})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    names = ("torch", "dsl", "driver")
+    soft = {name: sorted({o.versions.get(name, "") for o in ours} - {""}) for name in names}
+    peers = {
+        o.versions.get("peer", "") for row in found for o in row.values() if o.variant in PEERS
+    }
+    told = [f"torch {', '.join(soft['torch'])}", f"DSL {', '.join(soft['dsl'])}"]
+    told += [f"driver {', '.join(soft['driver'])}"] if soft["driver"] else []
+    told += sorted(peer for peer in peers if peer and not peer.startswith("torch "))
+    return f"measured on {', '.join(gpus)}, {span}, {', '.join(told)}"
+
+
+def full_table(found: Sequence[dict[str, Record]]) -> str:
+    """Every row with every variant."""
+    header = ["M x N", "ours us", "TB/s", "copy us", "copy / ours", *PEERS.values(), "verdict"]
+    lines = [_line(header), _line(["---", *["---:"] * (len(header) - 2), "---"])]
+    for row in found:
+        ours = row.get("ours")
+        if ours is None:
+            continue
+        ratio = f"{ours.copy_us / ours.median:.3f}" if ours.median else ""
+        rate = f"{ours.rate:.2f}" if ours.median else ""
+        cells = [_label(ours), _time(ours), rate, f"{ours.copy_us:.1f}", ratio]
+        cells += [_time(row.get(name)) for name in PEERS]
+        lines.append(_line([*cells, ours.verdict]))
+    return "\n".join(lines)
+
+
+def short_table(found: Sequence[dict[str, Record]]) -> str:
+    """The rows with a bf16 weight and no other option: ours, the copy, the strongest peer."""
+    header = ["M x N", "ours us", "copy us", "strongest peer us", "verdict"]
+    lines = [_line(header), _line(["---", "---:", "---:", "---:", "---"])]
+    for row in found:
+        ours = row.get("ours")
+        if ours is None or ours.opts != {"w": "bf16"} or ours.dtype != "bf16":
+            continue
+        peer = row.get(ours.best_peer)
+        told = f"{_time(peer)} ({PEERS.get(ours.best_peer, ours.best_peer)})" if peer else "none"
+        shape = "x".join(map(str, ours.shape))
+        lines.append(_line([shape, _time(ours), f"{ours.copy_us:.1f}", told, ours.verdict]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def readme_block(records: Sequence[Record]) -> str:
+    """What stands between the markers of README.md."""
+    parts = []
+    for suite, title in SUITES.items():
+        found = grouped(records, suite)
+        if not any("ours" in row for row in found):
+            continue
+        parts += [f"**{title}**, bf16, {_versions(found)}.", headline(found), short_table(found)]
+    parts.append("All rows, losses included, and how they were measured: docs/performance.md.")
+    return "\n\n".join(parts)
+
+
+def docs_block(records: Sequence[Record], plots: Sequence[str] = ()) -> str:
+    """What stands between the markers of docs/performance.md."""
+    parts = []
+    for suite, title in SUITES.items():
+        found = grouped(records, suite)
+        if not any("ours" in row for row in found):
+            continue
+        parts += [f"## {title}", f"Microseconds, {_versions(found)}.", headline(found)]
+        parts += [f"![{title}: {name}]({name})" for name in plots if suite in name]
+        parts.append(full_table(found))
+        parts += _failures(found)
+    return "\n\n".join(parts)
+
+
+def _failures(found: Sequence[dict[str, Record]]) -> list[str]:
+    """Each distinct reason why a variant has no time."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in found:
+        for one in row.values():
+            if one.status != "ok":
+                key = (one.variant, one.status, one.note)
+                reasons.setdefault(key, []).append("x".join(map(str, one.shape)))
+    lines = []
+    for (name, status, note), where in reasons.items():
+        text = note.replace("|", "\\|")
+        lines.append(
+            f"* {PEERS.get(name, name)}, {status} ({', '.join(dict.fromkeys(where))}): {text}"
+        )
+    return ["Without a time:\n\n" + "\n".join(lines)] if lines else []
+
+
+def generate(results: Path, root: Path = ROOT, check: bool = False) -> list[Path]:
+    """Write README.md, docs/performance.md and the plots.
+
+    Args:
+        results: folder of result files.
+        root: where README.md and docs/ are.
+        check: write nothing; plots are not compared.
+
+    Returns:
+        The files whose text changed, or would change.
+    """
+    records = record.read(results)
+    names: list[str] = []
+    if not check:
+        from . import plots
+
+        names = plots.draw(records, root / "docs" / PLOTS)
+    else:
+        names = sorted(path.name for path in (root / "docs" / PLOTS).glob("*.svg"))
+    links = [f"{PLOTS}/{name}" for name in names]
+    blocks = {
+        root / "README.md": readme_block(records),
+        root / "docs" / "performance.md": docs_block(records, links),
+    }
+    changed = []
+    for path, block in blocks.items():
+        text = path.read_text()
+        new = replace_block(text, block)
+        if new != text:
+            changed.append(path)
+            if not check:
+                path.write_text(new)
+    return changed

@@ -1,0 +1,95 @@
+"""What is measured: the suites, as text that is easy to read and to extend, and the cases they mean."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NORM_FWD = """
+    1x8192 1024x4096 8192x4096 64x8192 128x4096 2048x4096 4096x4096 32768x1024 65536x512 131072x128
+    262144x128 32768x4096 32768x8192 8192x16384 4096x65536 2048x131072 1024x262144 4096x1000
+    4096x4095
+"""
+NORM_BWD = """
+    1024x4096 8192x4096 4096x16384 4096x4096 32768x1024 8192x8192 32768x4096 16384x8192 8192x16384
+    131072x128 2048x65536
+"""
+FUSED_ADD = "1024x4096 8192x4096 32768x8192"
+ALSO_FP32 = "8192x4096"
+SMOKE = 3
+"""The smoke suite is the first shapes of a list."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a suite.
+
+    Args:
+        suite: its name on the command line.
+        op: names the result file and the operator.
+        shape: rows and columns.
+        dtype: short name ("bf16") of the operands.
+        opts: what else identifies the row, such as ``(("w", "fp32"),)``.
+    """
+
+    suite: str
+    op: str
+    shape: Shape
+    dtype: str
+    opts: tuple[tuple[str, str], ...] = ()
+
+    def opt(self, name: str) -> str | None:
+        return dict(self.opts).get(name)
+
+    @property
+    def label(self) -> str:
+        opts = " ".join(f"{name}={value}" for name, value in self.opts)
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {opts}".rstrip()
+
+
+def parse(text: str) -> tuple[Shape, ...]:
+    """Shapes written as ``"8192x4096 128x4096"``, in order and without repeats.
+
+    Raises:
+        ValueError: names the word that is not numbers joined by ``x``.
+    """
+    shapes: dict[Shape, None] = {}
+    for word in text.replace(",", " ").split():
+        parts = word.lower().split("x")
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise ValueError(f"shape {word!r}: write positive sizes joined by x, such as 8192x4096")
+        shapes[tuple(int(part) for part in parts)] = None
+    return tuple(shapes)
+
+
+def norm_fwd(shapes: Iterable[Shape]) -> list[Case]:
+    """RMSNorm forward: bf16 with either weight, and for some shapes fp32 and the fused add."""
+    fused, also_fp32 = parse(FUSED_ADD), parse(ALSO_FP32)
+    cases = []
+    for shape in shapes:
+        rows = [("bf16", {"w": "bf16"}), ("bf16", {"w": "fp32"})]
+        rows += [("fp32", {"w": "fp32"})] if shape in also_fp32 else []
+        rows += [("bf16", {"w": "bf16", "residual": "bf16"})] if shape in fused else []
+        for dtype, opts in rows:
+            cases.append(Case("norm_fwd", "rmsnorm_fwd", shape, dtype, tuple(opts.items())))
+    return cases
+
+
+def norm_bwd(shapes: Iterable[Shape]) -> list[Case]:
+    """RMSNorm backward (dx and dweight): bf16 with either weight."""
+    weights = ("bf16", "fp32")
+    return [
+        Case("norm_bwd", "rmsnorm_bwd", shape, "bf16", (("w", w),))
+        for shape in shapes
+        for w in weights
+    ]
+
+
+SUITES = {"norm_fwd": (NORM_FWD, norm_fwd), "norm_bwd": (NORM_BWD, norm_bwd)}
+
+
+def cases(suite: str, shapes: str | None = None, smoke: bool = False) -> list[Case]:
+    """The cases of a suite, for its own shapes or for those given."""
+    text, build = SUITES[suite]
+    chosen = parse(shapes if shapes else text)
+    return build(chosen[:SMOKE] if smoke else chosen)

@@ -1,0 +1,232 @@
+"""Copies between global memory, shared memory and registers, for any row length and alignment.
+
+Two ways lead from a row in global memory to the vectors of a thread (``RowTiling``):
+* directly, in accesses as wide as the alignment allows (``load_vectors``, ``store_vectors``);
+* through shared memory (``fetch_hull``, ``store_hull``): rows whose addresses are not multiples of
+  16 bytes still move in 16-byte accesses, and are read from shared memory at their own offset.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+
+from quack_core.reduction.tiling import RowTiling
+
+CHUNK = 16
+"""Bytes of the widest access."""
+
+
+def access_elements(vec: int, width: int, align: int) -> int:
+    """Elements of ``width`` bits per access: the widest that vector length and alignment allow."""
+    return max(1, min(vec, min(align, CHUNK) * 8 // width))
+
+
+def vector_view(pointer: cute.Pointer, tiling: RowTiling, thread: Int32, align: int) -> cute.Tensor:
+    """The vectors of one thread in a slice: ((access, 1), accesses per vector, passes)."""
+    width = pointer.dtype.width
+    access = access_elements(tiling.vec, width, align)
+    start = (pointer + thread * tiling.vec).align(max(width // 8, access * width // 8))
+    shape = ((access, 1), tiling.vec // access, tiling.passes)
+    stride = ((1, 0), access, tiling.step)
+    return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
+
+
+def register_view(registers: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
+    """Registers (vec, passes) in the shape of a ``vector_view``."""
+    return cute.make_tensor(registers.iterator, cute.make_layout(like.shape))
+
+
+def make_registers(tiling: RowTiling, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Registers for the vectors of one thread: (vec, passes)."""
+    return cute.make_rmem_tensor(cute.make_layout((tiling.vec, tiling.passes)), dtype)
+
+
+@cute.jit
+def column_predicate(
+    tiling: cutlass.Constexpr, thread: Int32, rank: Int32, inside: Boolean
+) -> cute.Tensor:
+    """Which vectors of a thread exist: (1, 1, passes); ``inside`` tells whether its row does.
+
+    A vector is inside or outside as a whole because its length divides that of the row.
+    """
+    layout = cute.make_layout((1, 1, tiling.passes))
+    pred = cute.make_rmem_tensor(layout, Boolean)
+    first = rank * tiling.cols + thread * tiling.vec
+    for p in cutlass.range_constexpr(tiling.passes):
+        pred[0, 0, p] = inside & (first + p * tiling.step < tiling.n)
+    return pred
+
+
+def _spread(pred: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
+    """A predicate per vector, repeated for the accesses of each."""
+    shape = (1, *like.shape[1:])
+    return cute.make_tensor(pred.iterator, cute.make_layout(shape, stride=(0, 0, 1)))
+
+
+def _atom(operation: object, dtype: type[cutlass.Numeric], access: int) -> cute.CopyAtom:
+    return cute.make_copy_atom(operation, dtype, num_bits_per_copy=access * dtype.width)
+
+
+@cute.jit
+def load_vectors(
+    pointer: cute.Pointer,
+    tiling: cutlass.Constexpr,
+    thread: Int32,
+    align: cutlass.Constexpr[int],
+    pred: cute.Tensor | None = None,
+) -> cute.Tensor:
+    """The vectors of a thread into registers (vec, passes); zeros where ``pred`` is false."""
+    source = vector_view(pointer, tiling, thread, align)
+    registers = make_registers(tiling, pointer.dtype)
+    atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
+    if const_expr(pred is None):
+        cute.copy(atom, source, register_view(registers, source))
+    else:
+        registers.fill(0)
+        cute.copy(atom, source, register_view(registers, source), pred=_spread(pred, source))
+    return registers
+
+
+@cute.jit
+def store_vectors(
+    registers: cute.Tensor,
+    pointer: cute.Pointer,
+    tiling: cutlass.Constexpr,
+    thread: Int32,
+    align: cutlass.Constexpr[int],
+    pred: cute.Tensor | None = None,
+) -> None:
+    """Registers (vec, passes) to the vectors of a thread."""
+    target = vector_view(pointer, tiling, thread, align)
+    atom = _atom(CopyUniversalOp(), pointer.dtype, target.shape[0][0])
+    if const_expr(pred is None):
+        cute.copy(atom, register_view(registers, target), target)
+    else:
+        cute.copy(atom, register_view(registers, target), target, pred=_spread(pred, target))
+
+
+@cute.jit
+def fetch_vectors(
+    pointer: cute.Pointer,
+    shared: cute.Pointer,
+    tiling: cutlass.Constexpr,
+    thread: Int32,
+    align: cutlass.Constexpr[int],
+    pred: cute.Tensor | None = None,
+) -> None:
+    """Start cp.async of the vectors of a thread into a row in shared memory.
+
+    The alignment must allow accesses of 4, 8 or 16 bytes. Commit and wait are the caller's; a
+    thread that reads only its own vectors needs no barrier. Where ``pred`` is false nothing is
+    written.
+    """
+    source = vector_view(pointer, tiling, thread, align)
+    target = vector_view(shared, tiling, thread, align)
+    wide = const_expr(source.shape[0][0] * pointer.dtype.width == 8 * CHUNK)
+    mode = cpasync.LoadCacheMode.GLOBAL if wide else cpasync.LoadCacheMode.ALWAYS
+    atom = _atom(cpasync.CopyG2SOp(cache_mode=mode), pointer.dtype, source.shape[0][0])
+    if const_expr(pred is None):
+        cute.copy(atom, source, target)
+    else:
+        cute.copy(atom, source, target, pred=_spread(pred, source))
+
+
+def can_fetch(vec: int, width: int, align: int) -> bool:
+    """Whether ``fetch_vectors`` applies: cp.async moves 4, 8 or 16 bytes."""
+    return access_elements(vec, width, align) * width >= 32
+
+
+def hull_bytes(cols: int, width: int) -> int:
+    """Shared memory for ``cols`` elements at any offset within a chunk."""
+    return (cols * width // 8 + 2 * CHUNK - 1) // CHUNK * CHUNK
+
+
+def chunk_offset(pointer: cute.Pointer) -> Int32:
+    """Bytes between the 16-byte chunk that holds the address and the address."""
+    return Int32(pointer.toint() & Int64(CHUNK - 1))
+
+
+def at_bytes(shared: cute.Pointer, offset: Int32, dtype: type[cutlass.Numeric]) -> cute.Pointer:
+    """A pointer into shared memory at any element offset, given in bytes."""
+    base = cute.recast_ptr(shared, dtype=cutlass.Uint8) + offset
+    return cute.recast_ptr(base.align(dtype.width // 8), dtype=dtype)
+
+
+@cute.jit
+def fetch_hull(
+    pointer: cute.Pointer,
+    count: Int32,
+    shared: cute.Pointer,
+    thread: Int32,
+    num_threads: cutlass.Constexpr[int],
+) -> Int32:
+    """Start cp.async of ``count`` elements from any address, in 16-byte chunks.
+
+    The first chunk begins up to 14 bytes before the address: in the same 16-byte block as a byte
+    of the row, hence inside the allocation. The last one reads no byte behind the row. Commit,
+    wait and barrier are the caller's: threads read what others fetched.
+
+    Returns:
+        The offset in bytes at which the row begins in ``shared`` (16-byte aligned,
+        ``hull_bytes`` long).
+    """
+    offset = chunk_offset(pointer)
+    num_bytes = offset + count * const_expr(pointer.dtype.width // 8)
+    source = pointer.toint() - Int64(offset)
+    target = shared.toint()
+    for at in cutlass.range(thread * CHUNK, num_bytes, num_threads * CHUNK, unroll=4):
+        rest = num_bytes - at
+        size = rest if rest < CHUNK else Int32(CHUNK)
+        cute.arch.inline_ptx(
+            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+            read_only_args=[Int32(target) + at, source + Int64(at), size],
+        )
+    return offset
+
+
+@cute.jit
+def store_hull(
+    pointer: cute.Pointer,
+    count: Int32,
+    shared: cute.Pointer,
+    thread: Int32,
+    num_threads: cutlass.Constexpr[int],
+) -> None:
+    """Write ``count`` elements to any address: whole 16-byte chunks, single elements at the ends.
+
+    They lie in ``shared`` from byte ``chunk_offset(pointer)`` on, behind a barrier.
+    """
+    dtype = pointer.dtype
+    size = const_expr(dtype.width // 8)
+    per_chunk = const_expr(CHUNK // size)
+    offset = chunk_offset(pointer)
+    end = offset + count * size
+    start = (pointer - offset // size).align(CHUNK)
+    chunk = cute.make_layout(per_chunk)
+    first = (offset + CHUNK - 1) // CHUNK
+    last = end // CHUNK
+    for c in cutlass.range(first + thread, last, num_threads, unroll=4):
+        there = (start + c * per_chunk).align(CHUNK)
+        here = cute.recast_ptr(shared, dtype=dtype) + c * per_chunk
+        cute.autovec_copy(
+            cute.make_tensor(here.align(CHUNK), chunk), cute.make_tensor(there, chunk)
+        )
+    if thread < 2 * per_chunk:  # elements of a partial first chunk, then of a partial last one
+        tail = thread >= per_chunk
+        element = last * per_chunk + thread - per_chunk if tail else thread
+        byte = element * size
+        from_byte = offset
+        if tail and last >= first:
+            from_byte = last * CHUNK
+        to_byte = end
+        if not tail and first * CHUNK < end:
+            to_byte = first * CHUNK
+        partial = byte >= from_byte and byte < to_byte
+        if tail and last < first:  # the row lies within one chunk: done by the first group
+            partial = False
+        if partial:
+            values = cute.make_tensor(cute.recast_ptr(shared, dtype=dtype), cute.make_layout(1))
+            cute.make_tensor(start + element, cute.make_layout(1))[0] = cute.make_tensor(
+                values.iterator + element, cute.make_layout(1)
+            )[0]

@@ -1,0 +1,42 @@
+"""Arithmetic on single float32 values where the default is slow or imprecise."""
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+def rsqrt(x: Float32) -> Float32:
+    """1 / sqrt(x) to about one ulp: the approximation (2 ulp, subnormals flushed) and one Newton step.
+
+    For 0 the result is NaN, for infinity NaN: add an epsilon first.
+    """
+    y = cute.math.rsqrt(x, fastmath=True)
+    residual = Float32(1.0) - (x * y) * y
+    return y + (y * Float32(0.5)) * residual
+
+
+def exp2(x: Float32) -> Float32:
+    """2 ** x by the hardware approximation (2 ulp); subnormal results are flushed to 0."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def exp(x: Float32) -> Float32:
+    """e ** x as exp2(x * log2(e)); scale by ``LOG2_E`` beforehand where a factor is multiplied anyway."""
+    return exp2(x * Float32(LOG2_E))
+
+
+def log2(x: Float32) -> Float32:
+    """Logarithm to base 2 by the hardware approximation."""
+    return cute.math.log2(x, fastmath=True)
+
+
+def log(x: Float32) -> Float32:
+    """Natural logarithm through the base-2 approximation."""
+    return log2(x) * Float32(LN_2)
+
+
+def reciprocal(x: Float32) -> Float32:
+    """1 / x by the hardware approximation (1 ulp); not for subnormal x."""
+    return cute.arch.rcp_approx(x)

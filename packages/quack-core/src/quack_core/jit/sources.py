@@ -1,0 +1,167 @@
+"""Fingerprints of the sources that a kernel is made of, found by reading, not by importing.
+
+Followed are ``import`` statements anywhere in a file, relative ones and those inside functions
+included, to modules of our packages (``quack_*``) and of the package that the kernel itself is
+in. The ``__init__`` of every package passed on the way counts with its text; its own imports are
+followed only where a statement names the package for something that is no submodule. Names given
+to ``importlib`` at run time are not seen.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from quack_core.errors import StaleSourceError
+
+PREFIX = "quack_"
+"""Top-level packages with this prefix are first-party."""
+
+_IMPORTED_NS = time.monotonic_ns()
+_seen: dict[str, str] = {}  # module: hash of its text when it was first read
+
+
+def fingerprint(roots: Iterable[str]) -> dict[str, str]:
+    """Module names with the SHA-256 of their text: the roots and what they import, transitively.
+
+    Args:
+        roots: full module names; their top-level packages are first-party too.
+
+    Raises:
+        ModuleNotFoundError: a root has no source file.
+        StaleSourceError: a file differs from the text that this process has loaded.
+    """
+    roots = tuple(roots)
+    owners = {name.partition(".")[0] for name in roots}
+    hashes: dict[str, str] = {}
+    followed: set[str] = set()
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if module in followed:
+            continue
+        followed.add(module)
+        path = find(module)
+        if path is None:
+            _missing(module)
+        text = path.read_bytes()
+        hashes[module] = _remember(module, path, text)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for target in _targets(text, package):
+            if target.startswith(PREFIX) or target.partition(".")[0] in owners:
+                waiting.extend(_resolve(target))
+    for package in {parent for module in followed for parent in _parents(module)} - followed:
+        path = find(package)
+        if path is not None:
+            hashes[package] = _remember(package, path, path.read_bytes())
+    return dict(sorted(hashes.items()))
+
+
+def find(module: str) -> Path | None:
+    """Source file of a module, found without importing it; None if there is none."""
+    top, *rest = module.split(".")
+    folders, path = _top(top)
+    for i, part in enumerate(rest):
+        path = None
+        for folder in folders:
+            candidates = [folder / part / "__init__.py"]
+            if i == len(rest) - 1:
+                candidates.append(folder / f"{part}.py")
+            path = next((file for file in candidates if file.is_file()), None)
+            if path is not None:
+                break
+        folders = [folder / part for folder in folders]
+    return path
+
+
+def _top(name: str) -> tuple[list[Path], Path | None]:
+    """Folders of a top-level package, and its source file."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # loaded without a spec, such as the __main__ of a script
+        spec = None
+    origin = getattr(sys.modules.get(name), "__file__", None) if spec is None else spec.origin
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    source = Path(origin) if origin is not None and origin.endswith(".py") else None
+    return [Path(folder) for folder in folders], source
+
+
+def _resolve(target: str) -> list[str]:
+    """The module that an import names: ``package.name`` may be a module or a value in one."""
+    if find(target) is not None:
+        return [target]
+    owner = target.rpartition(".")[0]
+    return [owner] if owner and find(owner) is not None else []
+
+
+def _targets(text: bytes, package: str) -> Iterator[str]:
+    """Absolute names that the import statements of a file name."""
+    for level, base, name in _imports(text):
+        if level:
+            parts = package.split(".")
+            base = ".".join([*parts[: len(parts) - level + 1], *([base] if base else [])])
+        yield f"{base}.{name}" if name else base
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(text: bytes) -> tuple[tuple[int, str, str], ...]:
+    """(level, module, name) of every import statement; a star import has the empty name."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # importing it will say so
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["" if alias.name == "*" else alias.name for alias in node.names]
+            found += [(node.level, node.module or "", name) for name in names]
+    return tuple(found)
+
+
+def _parents(module: str) -> Iterator[str]:
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def _remember(module: str, path: Path, text: bytes) -> str:
+    """Hash of the text, after checking that a loaded module was made of the same text."""
+    digest = hashlib.sha256(text).hexdigest()
+    if module in sys.modules:
+        if module in _seen:
+            changed = _seen[module] != digest
+        else:
+            changed = module.startswith(PREFIX) and _edited_since_import(path)
+        if changed:
+            raise StaleSourceError(
+                f"{path} changed after this process imported {module}: compiling would mix old "
+                "and new code. Restart the process"
+            )
+    _seen[module] = digest
+    return digest
+
+
+def _edited_since_import(path: Path) -> bool:
+    """Whether a file of ours, unseen so far, was written after this module was imported.
+
+    Ours are imported before or soon after this module. The time is counted back on the monotonic
+    clock, so that setting the clock does no harm.
+    """
+    now = time.time_ns()
+    imported = now - (time.monotonic_ns() - _IMPORTED_NS)
+    return imported < path.stat().st_mtime_ns <= now
+
+
+def _missing(module: str) -> NoReturn:
+    if module in sys.modules and getattr(sys.modules[module], "__file__", None):
+        raise StaleSourceError(
+            f"the source of {module} is gone since this process imported it. Restart the process"
+        )
+    raise ModuleNotFoundError(f"no source file of {module} found", name=module)

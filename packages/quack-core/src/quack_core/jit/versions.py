@@ -1,0 +1,71 @@
+"""Versions that decide what a compiled kernel is, read without importing what they describe."""
+
+import ctypes
+import functools
+import importlib.metadata
+import platform
+import sys
+import sysconfig
+
+FLAVOURS = (13, 12)
+"""CUDA major versions that the DSL has a toolchain for, newest first."""
+
+
+def dsl() -> str:
+    """Version of nvidia-cutlass-dsl."""
+    return _package("nvidia-cutlass-dsl")
+
+
+def tvm_ffi() -> str:
+    """Version of apache-tvm-ffi."""
+    return _package("apache-tvm-ffi")
+
+
+@functools.cache
+def flavour() -> str:
+    """The DSL's toolchain, as ``cu13 4.8.1``, that it chooses itself when imported.
+
+    With a driver the newest installed one that the driver can run, else the newest installed.
+    """
+    limit = driver_major()
+    for major in FLAVOURS:
+        version = _installed(f"nvidia-cutlass-dsl-libs-cu{major}")
+        if version is not None and (limit is None or major <= limit):
+            return f"cu{major} {version}"
+    return "none"
+
+
+def python() -> str:
+    """Interpreter, version and binary interface."""
+    tag = sysconfig.get_config_var("SOABI") or ""
+    return f"{sys.implementation.name} {platform.python_version()} {tag}".strip()
+
+
+def host() -> str:
+    """Operating system and CPU architecture: exported objects hold host code."""
+    return f"{sys.platform} {platform.machine()}"
+
+
+@functools.cache
+def driver_major() -> int | None:
+    """Major CUDA version of the driver; None without one. Creates no context."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        number = ctypes.c_int()
+        if library.cuDriverGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 1000
+    except (OSError, AttributeError):
+        pass
+    return None
+
+
+@functools.cache
+def _package(name: str) -> str:
+    return _installed(name) or "none"
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

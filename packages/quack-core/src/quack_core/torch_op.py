@@ -1,0 +1,129 @@
+"""Operators inside PyTorch: registration, the eager fast path, dtypes.
+
+Needs torch, which quack_core does not depend on: import this module where torch is a dependency.
+Operators are defined through ``torch.library.Library``: the decorators of ``torch.library`` load
+``torch._dynamo``, which takes seconds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from quack_core import dtypes
+from quack_core.errors import DTypeError, UnsupportedError
+
+_DTYPES = {getattr(torch, name): name for name in dtypes.SUPPORTED}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._is_tracing
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, as `quack_core.dtypes` and the specs spell it.
+
+    Raises:
+        DTypeError: kernels do not take this dtype.
+    """
+    try:
+        return _DTYPES[dtype]
+    except (KeyError, TypeError):
+        found = str(dtype).removeprefix("torch.")
+        raise DTypeError(f"dtype {found} must be one of {', '.join(dtypes.SUPPORTED)}") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name; the inverse of `dtype_name`.
+
+    Raises:
+        DTypeError: no such name.
+    """
+    dtypes.width(name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def eager(a: Any, b: Any = None, c: Any = None, d: Any = None, e: Any = None) -> bool:
+    """Whether operands may go to a kernel directly, without torch's dispatcher.
+
+    False where something has to see the call or wraps the tensors: torch.compile, export, fake
+    tensors and other modes, tensor subclasses, functorch, forward-mode AD, jit tracing.
+
+    Args:
+        a, b, c, d, e: tensors; None stands for an absent one. (A tuple would cost more than the
+            checks.)
+    """
+    if is_dynamo_compiling():  # first: torch.compile takes this for the constant True
+        return False
+    return (
+        type(a) in _PLAIN
+        and (b is None or type(b) in _PLAIN)
+        and (c is None or type(c) in _PLAIN)
+        and (d is None or type(d) in _PLAIN)
+        and (e is None or type(e) in _PLAIN)
+        and not _dispatch_modes()
+        and not _function_modes()
+        and _transforms() is None
+        and forward_ad._current_level < 0
+        and not _tracing()
+    )
+
+
+def check_no_tangent(name: str, *operands: Tensor | None) -> None:
+    """Raise if an operand carries a tangent of forward-mode AD, which would be dropped.
+
+    Raises:
+        UnsupportedError: names the operator and the way out.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for operand in operands:
+        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
+            raise UnsupportedError(
+                f"{name}: an operand carries a tangent of forward-mode AD",
+                "there is no forward-mode derivative",
+                "use reverse mode, such as torch.autograd.grad or torch.func.vjp",
+            )
+
+
+def bump_version(tensor: Tensor) -> None:
+    """Tell autograd that a kernel changed ``tensor`` in place."""
+    torch.autograd.graph.increment_version(tensor)
+
+
+def register(
+    library: torch.library.Library,
+    schema: str,
+    *,
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., Any],
+) -> torch._ops.OpOverload:
+    """Define an operator that changes none of its operands, and return it.
+
+    Args:
+        library: a ``FRAGMENT`` of the package's namespace; the caller keeps it alive.
+        schema: as for ``Library.define``; results must not alias operands or each other.
+        cpu: implementation on the CPU.
+        cuda: implementation on CUDA devices.
+        fake: checks operands and returns empty results, for meta and fake tensors.
+        backward: as for ``torch.library.register_autograd``.
+        setup_context: likewise.
+    """
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    qualified = f"{library.ns}::{name}"
+    library.impl(name, cpu, "CPU")
+    library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(qualified, fake, lib=library)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, library.ns), name).default
+    return overload

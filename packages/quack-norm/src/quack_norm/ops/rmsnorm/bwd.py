@@ -1,0 +1,342 @@
+"""RMSNorm backward in one launch: dx, dweight and dbias, the same bits on every run."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from quack_core.device import copy
+from quack_core.device.reduce import thread_sum
+from quack_core.jit.compile import symbolic
+from quack_core.reduction.base import ReductionBase
+from quack_core.reduction.columns import ColumnSums
+
+from .config import BwdConfig
+from .fwd import num_rows, slice_pointer, store_row, weight_pointer
+from .spec import RMSNormBwdSpec
+
+
+class RMSNormBwd(ReductionBase):
+    """CTAs walk over tiles of rows, each over its own: a repeatable dweight forbids drawing them.
+
+    Threads: ``threads_per_row`` per row and CTA; each fetches, and reads back, only its own vectors.
+    Shared memory: ``stages`` tiles of x, dout and dresidual_out; after the last row the same memory
+    holds column sums. Partial dot products, two buffers.
+    Synchronises: one barrier, or one phase of the cluster's mbarrier, per tile; nothing if a row
+    fits a warp.
+    Global state: a counter per head and rank; zero before, cleared by the last CTA to arrive.
+    Traffic: x, dout and dx once; clusters * N * 4 bytes per column sum, mostly in L2.
+    """
+
+    def __init__(self, spec: RMSNormBwdSpec, config: BwdConfig):
+        super().__init__(config.tiling(spec), buffers=2)
+        self.spec, self.config = spec, config
+        self.sums = ColumnSums(self.tiling, config.peers) if spec.column_sums else None
+
+    @cute.jit
+    def __call__(  # the launcher's messages use these names
+        self,
+        x: cute.Tensor,  # (M, N) or (M1, M0, N)
+        weight: cute.Tensor | None,  # (N,) or (M0, N)
+        dout: cute.Tensor,  # like x
+        rstd: cute.Tensor,  # (M,) or (M1, M0)
+        dresidual_out: cute.Tensor | None,  # like x
+        dx: cute.Tensor,  # like x
+        dresidual: cute.Tensor | None,  # like x
+        dweight: cute.Tensor | None,  # like weight
+        dbias: cute.Tensor | None,  # like weight
+        work: cute.Tensor | None,  # float32 scratch
+        state: cute.Tensor | None,  # (heads * cluster,)
+        weight_offset: Float32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        cluster = const_expr(self.config.cluster)
+        heads = x.shape[1] if const_expr(self.spec.per_head) else Int32(1)
+        operands = (x, weight, dout, rstd, dresidual_out, dx, dresidual, dweight, dbias, work, state)
+        self.kernel(*operands, weight_offset, groups).launch(
+            grid=[cluster * groups, heads, 1],
+            block=[self.tiling.num_threads, 1, 1],
+            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX,
+        mW,
+        mDy,
+        mRstd,
+        mDh,
+        mDx,
+        mDr,
+        mDw,
+        mDb,
+        mWork,
+        mState,
+        weight_offset: Float32,
+        groups: Int32,
+    ):
+        tiling, config = const_expr(self.tiling), const_expr(self.config)
+        tid, _, _ = cute.arch.thread_idx()
+        block, head, _ = cute.arch.block_idx()
+        group, rank = block // config.cluster, block % config.cluster
+        thread = self.thread_in_row(tid)
+        row_rank = rank % config.split  # which slice of the columns
+        first = row_rank * tiling.cols
+        rows = mX.shape[0] if const_expr(self.spec.per_head) else num_rows(mX)
+        begin = (group * config.peers + rank // config.split) * tiling.rows_per_cta
+        stride = groups * config.peers * tiling.rows_per_cta
+        row = begin + self.row_in_cta(tid)
+
+        smem = cutlass.memory.SmemAllocator()
+        ring_bytes = const_expr(max(128, config.ring_bytes(self.spec)))
+        ring = smem.allocate_tensor(cutlass.Uint8, cute.make_layout(ring_bytes), byte_alignment=128)
+        partials, mbar = self.allocate(smem)
+        ticket = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        self.start_cluster(mbar, tid)
+        inputs = (mX, mDy, mDh)
+        for s in cutlass.range_constexpr(config.stages):
+            self._fetch(inputs, ring, row + s * stride, rows, head, row_rank, Int32(s), tid)
+
+        pred = None
+        if const_expr(tiling.ragged):
+            pred = copy.column_predicate(tiling, thread, row_rank, Boolean(True))
+        at = (row, head)
+        rW = None
+        if const_expr(mW is not None):
+            pW = weight_pointer(mW, at, first)
+            rW = copy.load_vectors(pW, tiling, thread, self.spec.align, pred)
+        rDw, rDb = self._zeros(mDw), self._zeros(mDb)
+        next_rstd = self._rstd(mRstd, row, rows, head)
+        self.join_cluster()
+
+        step, stage = Int32(0), Int32(0)
+        for base in cutlass.range(begin, rows, stride, unroll=1):
+            row, rstd = base + self.row_in_cta(tid), next_rstd
+            next_rstd = self._rstd(mRstd, row + stride, rows, head)
+            valid = row < rows
+            if const_expr(config.stages > 0):
+                cute.arch.cp_async_wait_group(config.stages - 1)
+            rX = self._read(mX, ring, 0, row, valid, head, row_rank, stage, tid)
+            rDy = self._read(mDy, ring, 1, row, valid, head, row_rank, stage, tid)
+            x, dy = rX.load().to(Float32), rDy.load().to(Float32)
+            xdy = x * dy
+            if const_expr(mDw is not None):
+                rDw.store(rDw.load() + xdy * rstd)
+            if const_expr(mDb is not None):
+                rDb.store(rDb.load() + dy)
+            dot = thread_sum(self._times_weight(xdy, rW, weight_offset))
+            rDh = None
+            if const_expr(config.keep):
+                if const_expr(mDh is not None):
+                    rDh = self._read(mDh, ring, 2, row, valid, head, row_rank, stage, tid)
+                next_row = row + config.stages * stride
+                self._fetch(inputs, ring, next_row, rows, head, row_rank, stage, tid)
+            (dot,) = self.reduce((dot,), partials, mbar, tid, step)
+            mean = dot * (rstd * rstd * (1 / tiling.n))
+            if const_expr(not config.keep):
+                rX = self._read(mX, ring, 0, row, valid, head, row_rank, stage, tid)
+                rDy = self._read(mDy, ring, 1, row, valid, head, row_rank, stage, tid)
+                x, dy = rX.load().to(Float32), rDy.load().to(Float32)
+                if const_expr(mDh is not None):
+                    rDh = self._read(mDh, ring, 2, row, valid, head, row_rank, stage, tid)
+            dh = (self._times_weight(dy, rW, weight_offset) - x * mean) * rstd
+            if const_expr(mDh is not None):
+                dh = dh + rDh.load().to(Float32)
+            self._put(dh, mDx, row, valid, head, row_rank, thread)
+            if const_expr(mDr is not None):
+                self._put(dh, mDr, row, valid, head, row_rank, thread)
+            if const_expr(not config.keep):
+                next_row = row + config.stages * stride
+                self._fetch(inputs, ring, next_row, rows, head, row_rank, stage, tid)
+            step += 1
+            stage += 1
+            if stage == config.stages:
+                stage = Int32(0)
+        if const_expr(self.sums is not None):
+            self._column_sums(
+                rDw, rDb, mDw, mDb, mWork, mState, ring, ticket, groups, group, rank, head, tid
+            )
+
+    def _zeros(self, mSum):
+        """float32 registers (vec, passes) for a column sum, or None."""
+        if mSum is None:
+            return None
+        registers = copy.make_registers(self.tiling, Float32)
+        registers.fill(0.0)
+        return registers
+
+    def _times_weight(self, values, rW, weight_offset: Float32):
+        """values * (weight + offset)"""
+        if rW is None:
+            return values
+        weight = rW.load().to(Float32)
+        return values * (weight + weight_offset if self.spec.offset else weight)
+
+    def _coordinates(self, mX, row: Int32, head: Int32) -> tuple[Int32, ...]:
+        if self.spec.rank == 2:
+            return (row,)
+        if self.spec.per_head:
+            return row, head
+        return row // mX.shape[1], row % mX.shape[1]
+
+    @cute.jit
+    def _rstd(self, mRstd, row: Int32, rows: Int32, head: Int32) -> Float32:
+        value = Float32(0.0)
+        if row < rows:
+            at = self._coordinates(mRstd, row, head)
+            value = mRstd[at if const_expr(len(at) > 1) else at[0]]
+        return value
+
+    def _slot(self, tensor: cute.Tensor, ring: cute.Tensor, index: int, stage: Int32, tid: Int32):
+        """Where a row of an input lies in shared memory."""
+        spec, tiling = self.spec, self.tiling
+        names = (spec.x, spec.dout, spec.dresidual_out)
+        sizes = [tiling.cols * tiling.rows_per_cta * _size(name) for name in names if name]
+        start = sum(sizes[:index]) * self.config.stages
+        shape = (tiling.cols, tiling.rows_per_cta, self.config.stages)
+        base = cute.recast_ptr((ring.iterator + start).align(128), dtype=tensor.element_type)
+        stages = cute.make_tensor(base, cute.make_layout(shape))
+        return stages[None, self.row_in_cta(tid), stage].iterator
+
+    @cute.jit
+    def _fetch(
+        self, inputs, ring, row: Int32, rows: Int32, head: Int32, row_rank: Int32, stage: Int32, tid: Int32
+    ):
+        """Start the copies of a row, if there is one; a group is committed in any case."""
+        if const_expr(self.config.stages > 0):
+            tiling, thread = const_expr(self.tiling), self.thread_in_row(tid)
+            valid = row < rows
+            # A predicate, not a branch: DSL 4.8 mixes up variables that are None inside an `if`.
+            pred = copy.column_predicate(tiling, thread, row_rank, valid)
+            for i in cutlass.range_constexpr(3):
+                if const_expr(inputs[i] is not None):
+                    source = self._pointer(inputs[i], row, valid, head, row_rank)
+                    target = self._slot(inputs[i], ring, i, stage, tid)
+                    copy.fetch_vectors(source, target, tiling, thread, self.spec.align, pred)
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _pointer(self, tensor, row: Int32, valid: Boolean, head: Int32, row_rank: Int32):
+        """This CTA's slice of a row in global memory."""
+        at = self._coordinates(tensor, row if valid else Int32(0), head)
+        return slice_pointer(tensor, at, row_rank * self.tiling.cols)
+
+    @cute.jit
+    def _read(
+        self,
+        tensor,
+        ring,
+        index: cutlass.Constexpr[int],
+        row: Int32,
+        valid: Boolean,
+        head: Int32,
+        row_rank: Int32,
+        stage: Int32,
+        tid: Int32,
+    ):
+        """The thread's vectors of a row; zeros outside."""
+        thread = self.thread_in_row(tid)
+        pred = self._predicate(thread, row_rank, valid)
+        if const_expr(self.config.stages > 0):
+            pointer = self._slot(tensor, ring, index, stage, tid)
+            return copy.load_vectors(pointer, self.tiling, thread, copy.CHUNK, pred)
+        else:
+            pointer = self._pointer(tensor, row, valid, head, row_rank)
+            return copy.load_vectors(pointer, self.tiling, thread, self.spec.align, pred)
+
+    @cute.jit
+    def _put(self, values, tensor, row: Int32, valid: Boolean, head: Int32, row_rank: Int32, thread: Int32):
+        """Round the values to the output's dtype and write them to its row."""
+        pred = self._predicate(thread, row_rank, valid)
+        pointer = self._pointer(tensor, row, valid, head, row_rank)
+        store_row(values, pointer, self.tiling, thread, self.spec.align, pred)
+
+    @cute.jit
+    def _column_sums(
+        self,
+        rDw,
+        rDb,
+        mDw,
+        mDb,
+        mWork,
+        mState,
+        ring,
+        ticket,
+        groups: Int32,
+        group: Int32,
+        rank: Int32,
+        head: Int32,
+        tid: Int32,
+    ):
+        """dweight and dbias: over the CTA, the cluster and the grid."""
+        columns, count = const_expr(self.sums.work_columns), const_expr(self.spec.column_sums)
+        row_stride = const_expr(count * columns)
+        base = mWork.iterator + Int64(head) * groups * row_stride
+        mine = base + Int64(group) * row_stride
+        shared = cute.make_tensor(
+            cute.recast_ptr(ring.iterator, dtype=Float32), cute.make_layout(self.sums.shape)
+        )
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        registers, outputs = _present(rDw, rDb), _present(mDw, mDb)
+        for i in cutlass.range_constexpr(count):
+            self.sums.partial(registers[i], shared, mine + i * columns, rank, tid)
+        counters = mState.iterator + head * self.config.cluster
+        is_last = self.sums.arrive(counters, groups, ticket, rank, tid)
+        for i in cutlass.range_constexpr(count):
+            output = self._of_head(outputs[i], head)
+            if is_last:
+                self.sums.finish(base + i * columns, row_stride, groups, output, rank, tid)
+
+    def _predicate(self, thread: Int32, row_rank: Int32, valid: Boolean) -> cute.Tensor | None:
+        """Which vectors of a row of this tile exist; None if all do."""
+        if self.tiling.ragged or self.tiling.rows_per_cta > 1:
+            return copy.column_predicate(self.tiling, thread, row_rank, valid)
+        return None
+
+    def _of_head(self, tensor: cute.Tensor, head: Int32) -> cute.Tensor:
+        return tensor[head, None] if self.spec.per_head else tensor
+
+
+def _present(*values):
+    return tuple(value for value in values if value is not None)
+
+
+def _size(name: str) -> int:
+    return {"float32": 4, "bfloat16": 2, "float16": 2}[name]
+
+
+def build(spec: RMSNormBwdSpec, config: BwdConfig) -> tuple[RMSNormBwd, tuple]:
+    """The kernel and its symbolic arguments."""
+    outer = tuple(cute.sym_int() for _ in range(spec.rank - 1))
+    rows, weights = (*outer, spec.n), (outer[-1], spec.n) if spec.per_head else (spec.n,)
+
+    def tensor(name: str | None, shape: tuple):
+        return symbolic(name, shape, align=spec.align)
+
+    work = state = None
+    if spec.column_sums:
+        work = symbolic("float32", (cute.sym_int64(),), align=16, contiguous=True)
+        state = symbolic("int32", (cute.sym_int(),), align=4, contiguous=True)
+    args = (
+        tensor(spec.x, rows),
+        tensor(spec.weight, weights),
+        tensor(spec.dout, rows),
+        symbolic("float32", outer, align=4, contiguous=True),
+        tensor(spec.dresidual_out, rows),
+        tensor(spec.dx, rows),
+        tensor(spec.dresidual, rows),
+        tensor(spec.weight if spec.dweight else None, weights),
+        tensor(spec.dbias, weights),
+        work,
+        state,
+        Float32(0),
+        Int32(0),
+    )
+    return RMSNormBwd(spec, config), args

@@ -1,0 +1,286 @@
+"""What RMSNorm accepts: one set of checks for the CPU, CUDA devices, meta and fake tensors.
+
+They run for the first call of a kind, and again to explain why a launcher refused a later one.
+"""
+
+import numbers
+
+import torch
+from torch import Tensor
+
+from quack_core import dtypes, torch_op
+from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
+
+from .spec import MAX_N
+
+MAX_ROWS = 2**31 - 1
+"""Kernels count rows in 32 bits; offsets of elements have 64."""
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+    out: Tensor | None = None,
+) -> None:
+    """Check the operands of the forward.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, LayoutError, UnsupportedError: name the operand, what
+            was found, what is needed and the way out.
+    """
+    _tensors(("x", x), ("weight", weight), ("bias", bias), ("residual", residual), ("out", out))
+    _rows("x", x)
+    _parameters(x, weight, bias)
+    _same_shape("residual", residual, x)
+    _same_shape("out", out, x)
+    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is not None:
+            _dtype(name, dtype)
+    for name, value in (("eps", eps), ("weight_offset", weight_offset)):
+        if not isinstance(value, numbers.Real):
+            raise DTypeError(
+                f"rmsnorm: {name} is {type(value).__name__}: it must be a Python number; "
+                "for a tensor of one element pass .item()"
+            )
+
+
+def backward(
+    h: Tensor,
+    weight: Tensor | None,
+    dout: Tensor,
+    rstd: Tensor,
+    dresidual_out: Tensor | None,
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    dweight: bool,
+    dbias_dtype: torch.dtype | None,
+    per_head: bool,
+) -> None:
+    """Check the operands of the backward; raises as `forward` does."""
+    operands = (("h", h), ("weight", weight), ("dout", dout), ("dresidual_out", dresidual_out))
+    _tensors(*operands, ("rstd", rstd))
+    _rows("h", h)
+    _parameters(h, weight, None)
+    _same_shape("dout", dout, h)
+    _same_shape("dresidual_out", dresidual_out, h)
+    if rstd.dtype != torch.float32 or rstd.shape != h.shape[:-1]:
+        raise ShapeError(
+            f"rmsnorm: rstd is {rstd.dtype} {tuple(rstd.shape)}: it must be the float32 "
+            f"{tuple(h.shape[:-1])} that the forward returned"
+        )
+    wanted = (("dx", dx_dtype), ("dresidual", dresidual_dtype), ("dbias", dbias_dtype))
+    for name, dtype in wanted:
+        if dtype is not None:
+            _dtype(f"dtype of {name}", dtype)
+    if dweight and weight is None:
+        raise ShapeError("rmsnorm: dweight is wanted, but there is no weight: pass the weight")
+    if per_head and h.dim() < 2:
+        raise ShapeError("rmsnorm: h has 1 dimension: per-head weights need (..., H, N)")
+    if weight is not None and per_head != (weight.dim() == 2):
+        raise ShapeError(
+            f"rmsnorm: weight has {weight.dim()} dimensions, but per_head is {per_head}: "
+            "per-head weights are (H, N), others (N,)"
+        )
+
+
+def output(
+    out: Tensor,
+    out_dtype: torch.dtype | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> None:
+    """Check that ``out`` may be written: dtype, layout, no gradient, no harmful overlap.
+
+    Args:
+        out: the caller's tensor.
+        out_dtype: the caller's ``out_dtype``.
+        x, weight, bias, residual: what the operator reads.
+    """
+    operands = (("x", x), ("weight", weight), ("bias", bias), ("residual", residual))
+    if out_dtype is not None and out.dtype != out_dtype:
+        raise DTypeError(
+            f"rmsnorm: out is {_name(out.dtype)}, out_dtype is {_name(out_dtype)}: leave "
+            "out_dtype away, or make them equal"
+        )
+    if torch.is_grad_enabled():
+        for name, tensor in (("out", out), *operands):
+            if tensor is not None and tensor.requires_grad:
+                raise UnsupportedError(
+                    f"rmsnorm: out= is given while {name} requires a gradient",
+                    "results in the caller's memory cannot be differentiated",
+                    "call it under torch.no_grad(), or leave out= away",
+                )
+    dense = out.is_contiguous()
+    if not dense:
+        _writable(out)
+    if not torch_op.eager(out, x, weight, bias, residual) or out.device.type == "meta":
+        return  # no addresses to compare
+    for name, tensor in operands:
+        if tensor is None or (dense and tensor.is_contiguous() and _disjoint(out, tensor)):
+            continue
+        if _overlap(out, tensor) and not (name == "x" and _identical(out, tensor)):
+            raise LayoutError(
+                f"rmsnorm: out overlaps {name} in memory: out may be x itself, and must share "
+                "nothing else with an operand; pass other memory"
+            )
+
+
+def same_memory(rows: Tensor | None, out: Tensor | None) -> None:
+    """Check that the rows that a kernel writes are a view of ``out``.
+
+    Raises:
+        LayoutError: its dimensions do not merge into two.
+    """
+    if rows is not None and out is not None and rows.data_ptr() != out.data_ptr():
+        raise LayoutError(
+            f"rmsnorm: out has strides {out.stride()}: its rows must be reached by at most two "
+            "strides; pass contiguous memory"
+        )
+
+
+def _tensors(*operands: tuple[str, Tensor | None]) -> None:
+    (_, x), *others = operands
+    for name, tensor in operands:
+        if tensor is None and name not in ("x", "h", "dout"):
+            continue
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(f"rmsnorm: {name} is {type(tensor).__name__}: it must be a tensor")
+        _dtype(name, tensor.dtype)
+    for name, tensor in others:
+        if tensor is not None and x is not None and tensor.device != x.device:
+            raise DeviceError(
+                f"rmsnorm: {name} is on {tensor.device}, {operands[0][0]} on {x.device}: all "
+                f"operands must be on one device; move it with .to({str(x.device)!r})"
+            )
+
+
+def _rows(name: str, x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ShapeError(f"rmsnorm: {name} has no dimension: it must be (..., N)")
+    n = x.shape[-1]
+    if n > MAX_N:
+        raise UnsupportedError(
+            f"rmsnorm: {name}.shape[-1] is {n}",
+            f"rows have at most {MAX_N} elements",
+            "split the row, or use torch.nn.functional.rms_norm",
+        )
+    rows = x.numel() // n if n else 0
+    if isinstance(rows, int) and rows > MAX_ROWS:  # no guard on a symbolic batch
+        raise UnsupportedError(
+            f"rmsnorm: {name} has {rows} rows",
+            f"a launch takes at most {MAX_ROWS}",
+            "split the batch",
+        )
+
+
+def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dim() not in (1, 2) or tensor.dim() > x.dim():
+            raise ShapeError(
+                f"rmsnorm: {name} has {tensor.dim()} dimensions: it must be (N,), or (H, N) for x "
+                f"(..., H, N); x has shape {tuple(x.shape)}"
+            )
+        for axis in range(-tensor.dim(), 0):
+            if tensor.shape[axis] != x.shape[axis]:
+                raise ShapeError(
+                    f"rmsnorm: {name}.shape[{axis}] is {tensor.shape[axis]}, x.shape[{axis}] is "
+                    f"{x.shape[axis]}: they must be equal; {name} is (N,) or, per head, (H, N)"
+                )
+    if weight is not None and bias is not None and weight.dim() != bias.dim():
+        raise ShapeError(
+            f"rmsnorm: bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: both must "
+            "be (N,) or both (H, N); use .expand() on the shorter one"
+        )
+
+
+def _same_shape(name: str, tensor: Tensor | None, x: Tensor) -> None:
+    if tensor is None or tensor.shape == x.shape:
+        return
+    if tensor.dim() != x.dim():
+        found = f"{name} has {tensor.dim()} dimensions, x has {x.dim()}"
+    else:
+        axis = next(i for i in range(x.dim()) if tensor.shape[i] != x.shape[i])
+        found = f"{name}.shape[{axis}] is {tensor.shape[axis]}, x.shape[{axis}] is {x.shape[axis]}"
+    raise ShapeError(
+        f"rmsnorm: {found}: the shapes must be equal; to broadcast, use {name}.expand(x.shape)"
+        if name != "out"
+        else f"rmsnorm: {found}: out must have the shape of x; it is not resized"
+    )
+
+
+def _dtype(name: str, dtype: torch.dtype) -> None:
+    try:
+        torch_op.dtype_name(dtype)
+    except DTypeError:
+        raise DTypeError(
+            f"rmsnorm: {name} is {_name(dtype)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
+            "convert with .to()"
+        ) from None
+
+
+def _writable(out: Tensor) -> None:
+    """Rows must be views that a kernel can write, and no element may lie twice in memory."""
+    for extent, stride in zip(out.shape, out.stride(), strict=True):
+        if stride == 0 and extent > 1:
+            raise LayoutError(
+                "rmsnorm: out is expanded, so several elements share memory: pass .contiguous()"
+            )
+    if out.shape[-1] > 1 and out.stride(-1) != 1:
+        raise LayoutError(
+            f"rmsnorm: out.stride(-1) is {out.stride(-1)}: it must be 1; leave out= away and copy"
+        )
+
+
+def _disjoint(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors lie apart."""
+    start, other = a.data_ptr(), b.data_ptr()
+    return start + a.nbytes <= other or other + b.nbytes <= start
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors can share an element; exact for rows that are one stride apart."""
+    if not (a.numel() and b.numel()):
+        return False
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    if a1 <= b0 or b1 <= a0:
+        return False
+    if a.dim() != b.dim() or a.dim() < 2:
+        return True
+    pitch = a.stride(-2) * a.element_size()
+    if pitch != b.stride(-2) * b.element_size() or not pitch or not (_slots(a) and _slots(b)):
+        return True
+    apart = (b0 - a0) % pitch  # where a row of b begins in the slot of a row of a
+    a_row, b_row = a.shape[-1] * a.element_size(), b.shape[-1] * b.element_size()
+    return not (a_row <= apart and apart + b_row <= pitch)
+
+
+def _slots(tensor: Tensor) -> bool:
+    """Whether every row lies in a slot of its own, slots following one another by one stride."""
+    pitch = tensor.stride(-2)
+    outer = all(s % pitch == 0 for s in tensor.stride()[:-2])
+    return outer and tensor.stride(-1) == 1 and tensor.shape[-1] <= pitch
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor and the first one behind it."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

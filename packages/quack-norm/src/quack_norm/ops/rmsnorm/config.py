@@ -1,0 +1,276 @@
+"""How an RMSNorm kernel computes: frozen configurations and the rules that choose them.
+
+A rule sees N, the dtypes and the architecture, never the number of rows: the same row gives the
+same bits in every batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quack_core import dtypes
+from quack_core.arch import Arch
+from quack_core.errors import UnsupportedError
+from quack_core.reduction.tiling import RowTiling
+
+from .spec import RMSNormBwdSpec, RMSNormFwdSpec
+
+CHUNK = 16
+"""Bytes of the widest access."""
+MIN_STAGED = 256
+"""Shorter rows without full vectors come straight into registers."""
+STAGED_COLS = 32768
+"""Columns of a staged CTA: 16-bit rows and an output fit into shared memory."""
+MIN_RING = 32768
+"""Bytes of a row from which CTAs stay and keep the weight in registers."""
+RING_COLS = 16384
+"""Columns of a CTA of the ring: 32 per thread."""
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """Forward.
+
+    Args:
+        threads_per_row: threads of a CTA that share a row.
+        rows_per_cta: rows side by side in a CTA.
+        cluster: CTAs that share a row.
+        staged: rows move in 16-byte chunks through shared memory, whatever their alignment.
+        stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
+            this many rows in flight.
+    """
+
+    threads_per_row: int
+    rows_per_cta: int = 1
+    cluster: int = 1
+    staged: bool = False
+    stages: int = 0
+
+    @property
+    def module(self) -> str:
+        """The kernel's module."""
+        kernel = "fwd_staged" if self.staged else "fwd_ring" if self.stages else "fwd"
+        return f"{__package__}.{kernel}"
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads_per_row * self.rows_per_cta
+
+    @property
+    def persistent(self) -> bool:
+        return self.stages > 0
+
+    @property
+    def state_ints(self) -> int:
+        """Counters of the kernel: rows drawn, clusters that left."""
+        return 2 if self.persistent else 0
+
+    def tiling(self, spec: RMSNormFwdSpec) -> RowTiling:
+        return RowTiling(spec.n, spec.vec, self.threads_per_row, self.rows_per_cta, self.cluster)
+
+    def smem_bytes(self, spec: RMSNormFwdSpec) -> int:
+        """Shared memory of a CTA."""
+        tiling = self.tiling(spec)
+        inputs = [name for name in (spec.x, spec.residual) if name]
+        if self.staged:
+            rows = tiling.rows_per_cta * sum(self.staged_bytes(spec))
+            return rows + tiling.shared_bytes() + 1024 + 256
+        if self.stages:
+            rows = sum(tiling.cols * dtypes.width(name) // 8 for name in inputs)
+            return self.stages * rows + tiling.shared_bytes(buffers=2) + 1024 + 64
+        return tiling.shared_bytes() + 1024
+
+    def staged_bytes(self, spec: RMSNormFwdSpec) -> tuple[int, int, int]:
+        """Per row in shared memory: the chunks of x, of residual, and of one output."""
+        cols = self.tiling(spec).cols
+        out = max(dtypes.width(name) for name in (spec.out, spec.residual_out) if name)
+        residual = hull_bytes(cols, dtypes.width(spec.residual)) if spec.residual else 0
+        return hull_bytes(cols, dtypes.width(spec.x)), residual, hull_bytes(cols, out)
+
+    def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
+        """Clusters to launch if the kernel is persistent."""
+        return min(resident, rows)
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """Backward.
+
+    Args:
+        threads_per_row: threads of a CTA that share a row.
+        rows_per_cta: rows side by side in a CTA.
+        split: CTAs of a cluster that share the columns of a row.
+        peers: CTAs of a cluster that have the same columns and add their column sums first.
+        stages: rows in flight in shared memory per thread; 0: rows come straight into registers.
+        keep: x and dout stay in registers between the two passes over a row; else they are read
+            again, from shared or global memory.
+        ctas_per_sm: CTAs that should stay on an SM together.
+    """
+
+    threads_per_row: int
+    rows_per_cta: int = 1
+    split: int = 1
+    peers: int = 1
+    stages: int = 0
+    keep: bool = True
+    ctas_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        if self.split > 1 and self.peers > 1:
+            raise ValueError(f"split={self.split}, peers={self.peers}: one of them must be 1")
+
+    persistent = True
+
+    @property
+    def module(self) -> str:
+        """The kernel's module."""
+        return f"{__package__}.bwd"
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads_per_row * self.rows_per_cta
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.peers
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
+        return min(255, 65536 // (self.ctas_per_sm * self.num_threads))
+
+    @property
+    def state_ints(self) -> int:
+        """Counters per head: CTAs of each rank that have arrived."""
+        return self.cluster
+
+    def tiling(self, spec: RMSNormBwdSpec) -> RowTiling:
+        return RowTiling(spec.n, spec.vec, self.threads_per_row, self.rows_per_cta, self.split)
+
+    def ring_bytes(self, spec: RMSNormBwdSpec) -> int:
+        """Rows in flight, or the column sums that take their place after the last row."""
+        tiling = self.tiling(spec)
+        inputs = [name for name in (spec.x, spec.dout, spec.dresidual_out) if name]
+        ring = self.stages * sum(dtypes.width(name) // 8 for name in inputs)
+        sums = 4 if spec.column_sums else 0
+        return tiling.cols * tiling.rows_per_cta * max(ring, sums)
+
+    def smem_bytes(self, spec: RMSNormBwdSpec) -> int:
+        """Shared memory of a CTA."""
+        return self.ring_bytes(spec) + self.tiling(spec).shared_bytes(buffers=2) + 16 + 1024 + 256
+
+    def groups(self, spec: RMSNormBwdSpec, rows: int, heads: int, resident: int) -> int:
+        """Clusters to launch for each head; ``rows`` counts the rows of one head."""
+        tiles = -(-rows // (self.rows_per_cta * self.peers))
+        return max(1, min(resident // heads, tiles))
+
+    def work_elements(self, spec: RMSNormBwdSpec, groups: int, heads: int) -> int:
+        """float32 scratch: a row of padded columns per sum, cluster and head."""
+        tiling = self.tiling(spec)
+        return spec.column_sums * groups * heads * tiling.cols * tiling.cluster
+
+
+def hull_bytes(cols: int, width: int) -> int:
+    """As ``quack_core.device.copy.hull_bytes``, which needs the DSL."""
+    return (cols * width // 8 + 2 * CHUNK - 1) // CHUNK * CHUNK
+
+
+def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
+    """The configuration for a spec on an architecture.
+
+    Raises:
+        UnsupportedError: no configuration fits the architecture.
+    """
+    for config in _ranked_fwd(spec):
+        if fits_fwd(config, spec, arch):
+            return config
+    raise UnsupportedError(f"rmsnorm forward, n={spec.n} on {arch.name}: no configuration fits")
+
+
+def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
+    """Whether shared memory, cluster and registers of the architecture suffice."""
+    if config.cluster > arch.max_cluster or config.smem_bytes(spec) > arch.smem_bytes:
+        return False
+    # Beside x a thread holds what it adds and scales with; a staged row stays in shared memory.
+    held = [spec.residual, *([spec.weight, spec.bias] if config.persistent else [])]
+    words = 1 + sum(dtypes.width(name) / 32 for name in held if name)
+    budget = min(255, 65536 // config.num_threads) - 32
+    return config.staged or config.tiling(spec).values * words <= budget
+
+
+def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
+    """Configurations that could serve, best first."""
+    row_bytes = spec.n * dtypes.width(spec.x) // 8
+    if not spec.full_vectors and spec.n >= MIN_STAGED:
+        for cluster in clusters(spec.n, STAGED_COLS):
+            threads = _threads(spec.n // cluster, 1, 64, low=32, high=256)
+            yield FwdConfig(threads, max(1, 128 // threads), cluster, staged=True)
+    if spec.full_vectors and spec.align == CHUNK and row_bytes >= MIN_RING and not spec.per_head:
+        for cluster in clusters(spec.n, RING_COLS):
+            for stages in (3, 2):
+                yield FwdConfig(512, cluster=cluster, stages=stages)
+    for values in (32, 64):
+        for cluster in clusters(spec.n, 512 * values):
+            threads = _threads(spec.n // cluster, spec.vec, values, high=512)
+            yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+    for cluster in clusters(spec.n, 32768):
+        yield FwdConfig(1024, cluster=cluster)
+
+
+def default_bwd(spec: RMSNormBwdSpec, arch: Arch) -> BwdConfig:
+    """The configuration for a spec on an architecture.
+
+    Raises:
+        UnsupportedError: no configuration fits the architecture.
+    """
+    for config in _ranked_bwd(spec):
+        if fits_bwd(config, spec, arch):
+            return config
+    raise UnsupportedError(f"rmsnorm backward, n={spec.n} on {arch.name}: no configuration fits")
+
+
+def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
+    """Whether shared memory, cluster and registers of the architecture suffice."""
+    smem = config.ctas_per_sm * (config.smem_bytes(spec) + 1024)
+    if config.cluster > arch.max_cluster or smem > arch.smem_per_sm:
+        return False
+    if config.smem_bytes(spec) > arch.smem_bytes:
+        return False
+    if config.ctas_per_sm * config.num_threads > arch.max_threads_per_sm:
+        return False
+    held = [spec.weight, *([spec.x, spec.dout, spec.dresidual_out] if config.keep else [])]
+    words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
+    return config.tiling(spec).values * words <= config.registers - 32
+
+
+def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
+    """Configurations that could serve, best first."""
+    inputs = (spec.x, spec.dout, spec.dresidual_out)
+    bits = min(min(spec.vec * dtypes.width(name), 8 * spec.align) for name in inputs if name)
+    ring = (3, 2, 1) if bits >= 32 else (0,)  # cp.async moves at least 4 bytes
+    for keep in (True, False):
+        for values in (16, 32):
+            for split in clusters(spec.n, 512 * values):
+                low = max(1, 32 // spec.vec)
+                threads = _threads(spec.n // split, spec.vec, values, low=low, high=512)
+                rows = max(1, 256 // threads) if split == 1 else 1
+                peers = 8 if split == 1 else 1
+                for stages in ring:
+                    for ctas in (2, 1) if threads * rows <= 256 else (1,):
+                        yield BwdConfig(threads, rows, split, peers, stages, keep, ctas)
+    for split in clusters(spec.n, 32768):
+        yield BwdConfig(1024, split=split, stages=0, keep=False)
+
+
+def clusters(n: int, cols: int) -> Iterator[int]:
+    """Powers of two up to 16, from the one that leaves at most ``cols`` columns to each CTA."""
+    cluster = 1
+    while cluster <= 16:
+        if n <= cols * cluster:
+            yield cluster
+        cluster *= 2
+
+
+def _threads(n: int, vec: int, values: int, low: int = 1, high: int = 1024) -> int:
+    """The fewest threads (a power of two) that hold at most ``values`` elements each."""
+    needed = max(1, -(-n // max(values, vec)))
+    return min(high, max(low, 1 << (needed - 1).bit_length()))

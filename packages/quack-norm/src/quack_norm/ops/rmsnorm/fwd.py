@@ -1,0 +1,175 @@
+"""RMSNorm forward, one tile per CTA: rows come straight into registers."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quack_core.device import copy, fast_math
+from quack_core.device.reduce import thread_sum
+from quack_core.jit.compile import symbolic
+from quack_core.reduction.base import ReductionBase
+
+from .config import FwdConfig
+from .spec import RMSNormFwdSpec
+
+
+class RMSNormFwd(ReductionBase):
+    """A CTA, or a cluster of CTAs that share the columns, normalises ``rows_per_cta`` rows.
+
+    Threads: ``threads_per_row`` per row and CTA, each holding its part of the row in registers.
+    Shared memory: partial sums.
+    Synchronises: nothing if a row fits a warp, else one barrier or one phase of an mbarrier.
+    Traffic: every operand once; weight and bias once per row, from L1 or L2.
+    """
+
+    def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
+        super().__init__(config.tiling(spec))
+        self.spec, self.config = spec, config
+
+    @cute.jit
+    def __call__(  # the launcher's messages use these names
+        self,
+        x: cute.Tensor,  # (M, N) or (M1, M0, N)
+        weight: cute.Tensor | None,  # (N,) or (M0, N)
+        bias: cute.Tensor | None,  # like weight
+        residual: cute.Tensor | None,  # like x
+        out: cute.Tensor,  # like x
+        residual_out: cute.Tensor | None,  # like x
+        rstd: cute.Tensor | None,  # (M,) or (M1, M0)
+        state: cute.Tensor | None,
+        eps: Float32,
+        weight_offset: Float32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        rows = num_rows(x)
+        cluster = const_expr(self.tiling.cluster)
+        operands = (x, weight, bias, residual, out, residual_out, rstd)
+        self.kernel(*operands, eps, weight_offset, rows).launch(
+            grid=[cluster * cute.ceil_div(rows, self.tiling.rows_per_cta), 1, 1],
+            block=[self.tiling.num_threads, 1, 1],
+            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mX, mW, mB, mR, mY, mH, mRstd, eps: Float32, weight_offset: Float32, rows: Int32
+    ):
+        tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        thread, rank = self.thread_in_row(tid), block % tiling.cluster
+        row = block // tiling.cluster * tiling.rows_per_cta + self.row_in_cta(tid)
+        valid = row < rows
+        at, first = coordinates(mX, row if valid else Int32(0)), rank * tiling.cols
+        pred = None  # (1, 1, passes): does the vector exist?
+        if const_expr(tiling.ragged or tiling.rows_per_cta > 1):
+            pred = copy.column_predicate(tiling, thread, rank, valid)
+        smem = cutlass.memory.SmemAllocator()
+        partials, mbar = self.allocate(smem)
+        self.start_cluster(mbar, tid)
+
+        # All loads are under way before the first value is used.
+        rX = copy.load_vectors(slice_pointer(mX, at, first), tiling, thread, align, pred)
+        rR, rW, rB = None, None, None  # (vec, passes) each
+        if const_expr(mR is not None):
+            rR = copy.load_vectors(slice_pointer(mR, at, first), tiling, thread, align, pred)
+        if const_expr(mW is not None):
+            rW = copy.load_vectors(weight_pointer(mW, at, first), tiling, thread, align, pred)
+        if const_expr(mB is not None):
+            rB = copy.load_vectors(weight_pointer(mB, at, first), tiling, thread, align, pred)
+        h = rX.load().to(Float32)
+        if const_expr(mR is not None):
+            h = h + rR.load().to(Float32)
+
+        self.join_cluster()
+        (square_sum,) = self.reduce((thread_sum(h * h),), partials, mbar, tid, Int32(0))
+        rstd = fast_math.rsqrt(square_sum * (1 / tiling.n) + eps)
+        if const_expr(mRstd is not None):
+            if valid and thread == 0 and rank == 0:
+                store_rstd(mRstd, at, rstd)
+        if const_expr(mH is not None):
+            store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
+        y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
+        store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
+
+
+def num_rows(tensor: cute.Tensor) -> Int32:
+    """Rows of (M, N) or (M1, M0, N)."""
+    if cute.rank(tensor) == 2:
+        return tensor.shape[0]
+    return tensor.shape[0] * tensor.shape[1]
+
+
+def coordinates(tensor: cute.Tensor, row: Int32) -> tuple[Int32, ...]:
+    """A row index as coordinates of (M, N) or (M1, M0, N)."""
+    if cute.rank(tensor) == 2:
+        return (row,)
+    inner = tensor.shape[1]
+    return row // inner, row % inner
+
+
+def slice_pointer(tensor: cute.Tensor, at: tuple[Int32, ...], first: Int32) -> cute.Pointer:
+    """Element ``first`` of a row. 64-bit: a 32-bit offset would wrap at 2**32 elements."""
+    return tensor[(*(Int64(i) for i in at), None)].iterator + first
+
+
+def weight_pointer(tensor: cute.Tensor, at: tuple[Int32, ...], first: Int32) -> cute.Pointer:
+    """Element ``first`` of the weight, or of the weight of the row's head."""
+    if cute.rank(tensor) == 1:
+        return tensor.iterator + first
+    return tensor[Int64(at[-1]), None].iterator + first
+
+
+def store_rstd(tensor: cute.Tensor, at: tuple[Int32, ...], value: Float32) -> None:
+    tensor[at if len(at) > 1 else at[0]] = value
+
+
+def scale(values, rW, rB, weight_offset: Float32, offset: bool):
+    """values * (weight + offset) + bias, in float32; absent operands are None."""
+    if rW is not None:
+        weight = rW.load().to(Float32)
+        values = values * (weight + weight_offset if offset else weight)
+    if rB is not None:
+        values = values + rB.load().to(Float32)
+    return values
+
+
+def store_row(values, pointer: cute.Pointer, tiling, thread: Int32, align: int, pred) -> None:
+    """Round a thread's values to the output's dtype and write them to its vectors."""
+    registers = copy.make_registers(tiling, pointer.dtype)
+    registers.store(values.to(pointer.dtype))
+    copy.store_vectors(registers, pointer, tiling, thread, align, pred)
+
+
+def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
+    """Symbolic operands of the launch function."""
+    outer = tuple(cute.sym_int() for _ in range(spec.rank - 1))
+    rows, weights = (*outer, spec.n), (outer[-1], spec.n) if spec.per_head else (spec.n,)
+
+    def tensor(name: str | None, shape: tuple):
+        return symbolic(name, shape, align=spec.align)
+
+    rstd = symbolic("float32", outer, align=4, contiguous=True) if spec.rstd else None
+    state = symbolic("int32", (2,), align=8, contiguous=True) if config.state_ints else None
+    return (
+        tensor(spec.x, rows),
+        tensor(spec.weight, weights),
+        tensor(spec.bias, weights),
+        tensor(spec.residual, rows),
+        tensor(spec.out, rows),
+        tensor(spec.residual_out, rows),
+        rstd,
+        state,
+        Float32(0),
+        Float32(0),
+        Int32(0),
+    )
+
+
+def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwd, tuple]:
+    """The kernel and its symbolic arguments."""
+    return RMSNormFwd(spec, config), arguments(spec, config)

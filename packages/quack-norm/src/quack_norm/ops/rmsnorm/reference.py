@@ -1,0 +1,98 @@
+"""RMSNorm in plain PyTorch: the definition that kernels are tested against, and the CPU path.
+
+It rounds where the kernels round: all arithmetic in float32, each result once to its dtype.
+"""
+
+import torch
+from torch import Tensor
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``h = x + residual``, ``out = h * rstd * (weight + weight_offset) + bias``.
+
+    Args:
+        x: ``(..., N)``.
+        weight: ``(N,)``, or ``(H, N)`` for x ``(..., H, N)``; ``bias`` likewise.
+        residual: shaped like x.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+        out_dtype: of ``out``; that of x by default.
+        residual_dtype: of h as a result; None does not return it.
+
+    Returns:
+        ``(out, h or None, rstd)``; rstd is float32 without the last dimension of x.
+    """
+    h = x.float()
+    if residual is not None:
+        h = h + residual.float()
+    rstd = torch.rsqrt(h.square().mean(dim=-1) + eps)
+    out = h * rstd.unsqueeze(-1)
+    if weight is not None:
+        out = out * (weight.float() + weight_offset)
+    if bias is not None:
+        out = out + bias.float()
+    stored = None if residual_dtype is None else _fresh(h, x, residual_dtype)
+    return _fresh(out, x, out_dtype or x.dtype), stored, rstd
+
+
+def backward(
+    h: Tensor,
+    weight: Tensor | None,
+    dout: Tensor,
+    rstd: Tensor,
+    dresidual_out: Tensor | None,
+    weight_offset: float,
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    dweight: bool,
+    dbias_dtype: torch.dtype | None,
+    per_head: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `forward`; ``dh = rstd * (wdy - xhat * mean(wdy * xhat)) + dresidual_out``.
+
+    Args:
+        h: the normalised rows ``(..., N)``: x, or the stored ``x + residual``.
+        weight: as in `forward`.
+        dout: gradient of ``out``.
+        rstd: from `forward`.
+        dresidual_out: gradient of h as a result.
+        weight_offset: as in `forward`.
+        dx_dtype: dtype of dx.
+        dresidual_dtype: dtype of dresidual; None if it is not wanted.
+        dweight: whether the gradient of the weight is wanted; it has the weight's dtype.
+        dbias_dtype: dtype of dbias; None if it is not wanted.
+        per_head: weight and bias are ``(H, N)``.
+
+    Returns:
+        ``(dx, dresidual, dweight, dbias)``, None for those not wanted.
+    """
+    parameter = h.shape[-2:] if per_head else h.shape[-1:]
+    scale = rstd.unsqueeze(-1)
+    dy = dout.float()
+    normalised = h.float() * scale
+    wdy = dy if weight is None else dy * (weight.float() + weight_offset)
+    dh = scale * (wdy - normalised * (wdy * normalised).mean(dim=-1, keepdim=True))
+    if dresidual_out is not None:
+        dh = dh + dresidual_out.float()
+    dw = None
+    if dweight and weight is not None:
+        dw = (dy * normalised).sum_to_size(parameter).to(weight.dtype)
+    db = None if dbias_dtype is None else _fresh(dy.sum_to_size(parameter), dout, dbias_dtype)
+    dx = _fresh(dh, h, dx_dtype)
+    dresidual = None if dresidual_dtype is None else _fresh(dh, dx, dresidual_dtype)
+    return dx, dresidual, dw, db
+
+
+def _fresh(values: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to ``dtype``, contiguous, in memory that no operand has."""
+    result = values.to(dtype).contiguous()
+    return result.clone() if result.data_ptr() == operand.data_ptr() else result

@@ -1,0 +1,121 @@
+"""What an RMSNorm kernel computes: frozen records that name every property the code depends on."""
+
+import math
+from dataclasses import dataclass
+
+from quack_core import dtypes
+
+MAX_N = 262144
+"""Longest row: 16 CTAs (8 on SM120) hold it in registers."""
+
+
+@dataclass(frozen=True)
+class RMSNormFwdSpec:
+    """Forward: ``out = h * rsqrt(mean(h^2) + eps) * (weight + offset) + bias`` with ``h = x + residual``.
+
+    Dtypes are torch's names; ``None`` means that the operand is absent.
+
+    Args:
+        n: elements of a row.
+        rank: 2 for rows ``(M, N)``, 3 for rows ``(M1, M0, N)`` whose outer strides do not merge.
+        per_head: weight and bias are ``(M0, N)``; needs rank 3.
+        align: bytes (16, 8, 4 or 2) that divide every address and every outer stride.
+    """
+
+    n: int
+    x: str
+    out: str
+    weight: str | None = None
+    bias: str | None = None
+    residual: str | None = None
+    residual_out: str | None = None
+    rstd: bool = False
+    offset: bool = False
+    per_head: bool = False
+    rank: int = 2
+    align: int = 16
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def vec(self) -> int:
+        """Elements that one thread reads together; it depends on N and the dtypes only."""
+        operands = (self.x, self.out, self.weight, self.bias, self.residual, self.residual_out)
+        return vector_length(self.n, operands)
+
+    @property
+    def full_vectors(self) -> bool:
+        """Whether a vector is 128 bits of the narrowest operand."""
+        operands = (self.x, self.out, self.weight, self.bias, self.residual, self.residual_out)
+        return self.vec == full_vector(operands)
+
+    @property
+    def name(self) -> str:
+        """Kernel name, as profilers show it."""
+        return f"rmsnorm_fwd_{dtypes.short(self.x)}_n{self.n}"
+
+
+@dataclass(frozen=True)
+class RMSNormBwdSpec:
+    """Backward: dh for the normalised rows and, in the same launch, dweight and dbias.
+
+    ``dh = rstd * (wdy - xhat * mean(wdy * xhat)) + dresidual_out``, ``wdy = dout * (weight + offset)``.
+    ``dx`` and ``dresidual`` are dh in their own dtypes; the other fields are as in the forward.
+    """
+
+    n: int
+    x: str
+    dout: str
+    dx: str
+    weight: str | None = None
+    dweight: bool = False
+    dbias: str | None = None
+    dresidual_out: str | None = None
+    dresidual: str | None = None
+    offset: bool = False
+    per_head: bool = False
+    rank: int = 2
+    align: int = 16
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.dweight and self.weight is None:
+            raise ValueError("dweight=True needs the dtype of the weight")
+
+    @property
+    def vec(self) -> int:
+        """Elements that one thread reads together; it depends on N and the dtypes only."""
+        operands = (self.x, self.dout, self.dx, self.weight, self.dresidual_out, self.dresidual)
+        return vector_length(self.n, operands)
+
+    @property
+    def column_sums(self) -> int:
+        """How many sums over rows the kernel returns: dweight, dbias."""
+        return int(self.dweight) + int(self.dbias is not None)
+
+    @property
+    def name(self) -> str:
+        """Kernel name, as profilers show it."""
+        return f"rmsnorm_bwd_{dtypes.short(self.x)}_n{self.n}"
+
+
+def vector_length(n: int, operands: tuple[str | None, ...]) -> int:
+    """128 bits of the narrowest operand, cut down to a divisor of the row."""
+    return math.gcd(full_vector(operands), n)
+
+
+def full_vector(operands: tuple[str | None, ...]) -> int:
+    """Elements in 128 bits of the narrowest operand."""
+    return 128 // min(dtypes.width(name) for name in operands if name is not None)
+
+
+def _check(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> None:
+    if not 1 <= spec.n <= MAX_N:
+        raise ValueError(f"n={spec.n}: rows have 1 to {MAX_N} elements")
+    if spec.rank not in (2, 3):
+        raise ValueError(f"rank={spec.rank}: must be 2 or 3")
+    if spec.per_head and spec.rank != 3:
+        raise ValueError("per_head=True needs rank=3")
+    if spec.align not in (2, 4, 8, 16):
+        raise ValueError(f"align={spec.align}: must be 2, 4, 8 or 16 bytes")

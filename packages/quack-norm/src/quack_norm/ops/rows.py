@@ -1,0 +1,84 @@
+"""Tensors of any rank as rows: ``(M, N)`` or ``(M1, M0, N)``, as views wherever strides allow it."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def outer_groups(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Sizes of the dimensions in front of the last one after merging neighbours.
+
+    Dimensions merge where one stride steps through both; those of size 1 have no stride that
+    matters and vanish.
+
+    Returns:
+        One size per stride that is needed, slowest first; empty for a single row.
+    """
+    sizes: list[int] = []
+    stride = 0
+    for extent, step in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if extent == 1:
+            continue
+        if sizes and step == stride * sizes[0]:
+            sizes[0] *= extent
+        else:
+            sizes.insert(0, extent)
+            stride = step
+    return sizes
+
+
+def outer_shape(operands: Sequence[Tensor | None], per_head: bool) -> tuple[int, ...]:
+    """The outer sizes ``(M,)`` or ``(M1, M0)`` under which the fewest operands need a copy.
+
+    Args:
+        operands: of one shape ``(..., N)``, most important first; None is skipped.
+        per_head: the second-to-last dimension selects the weight and stays by itself.
+    """
+    present = [t for t in operands if t is not None]
+    shape = present[0].shape
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    if per_head:
+        return rows // shape[-2], shape[-2]
+    if len(shape) in (2, 3):
+        return tuple(shape[:-1])
+    for tensor in present:
+        groups = outer_groups(shape, tensor.stride())
+        if len(groups) == 2 and is_rows(tensor):
+            return groups[0], groups[1]
+    return (rows,)
+
+
+def is_rows(tensor: Tensor) -> bool:
+    """Whether the elements of a row are neighbours."""
+    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+
+
+def as_rows(tensor: Tensor, outer: tuple[int, ...]) -> Tensor:
+    """``tensor`` as ``(*outer, N)``: a view if its strides allow it, otherwise one copy."""
+    if not is_rows(tensor):
+        tensor = tensor.contiguous()
+    if tensor.shape[:-1] == outer:
+        return tensor
+    return tensor.reshape(*outer, tensor.shape[-1])
+
+
+def stride_bits(tensor: Tensor) -> int:
+    """The outer strides in bytes, or-ed together; odd if the elements of a row are apart.
+
+    With the address it tells the alignment of every row: the lowest bit that is set.
+    """
+    *outer, last = tensor.stride()
+    if last != 1 and tensor.shape[-1] != 1:
+        return 1
+    bits = 0
+    for stride in outer:
+        bits |= stride
+    return bits * tensor.element_size()
+
+
+def alignment(bits: int) -> int:
+    """Bytes, up to 16, that divide every number or-ed into ``bits``."""
+    bits |= 16
+    return bits & -bits

@@ -1,0 +1,214 @@
+"""Every RMSNorm kernel, compiled for every architecture: what holds before it ever runs.
+
+Needs no GPU. ``QUACK_COMPILE_ARCH`` (such as ``sm90``) chooses one architecture; all by default.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quack_core import arch as arches
+from quack_core import dtypes
+from quack_core.arch import Arch
+from quack_core.jit.compile import Compiled, compile_kernel
+from quack_core.testing import cubin, ptx
+from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig, default_bwd, default_fwd
+from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+CHOSEN = os.environ.get("QUACK_COMPILE_ARCH")
+ARCHES = [CHOSEN] if CHOSEN else ["sm90", "sm100", "sm120"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel to compile.
+
+    Args:
+        why: what this case has that no other has.
+        spec: what it computes; the configuration is the default for the architecture.
+    """
+
+    why: str
+    spec: RMSNormFwdSpec | RMSNormBwdSpec
+
+    @property
+    def id(self) -> str:
+        direction = "fwd" if isinstance(self.spec, RMSNormFwdSpec) else "bwd"
+        return f"{direction}-{self.spec.n}-{self.why.replace(' ', '_')}"
+
+
+def fwd(why: str, n: int, x: str = BF16, **fields: object) -> Case:
+    return Case(why, RMSNormFwdSpec(n, x, **{"out": x, "weight": F32, **fields}))
+
+
+def bwd(why: str, n: int, x: str = BF16, **fields: object) -> Case:
+    operands = {"dout": x, "dx": x, "weight": F32, "dweight": True}
+    return Case(why, RMSNormBwdSpec(n, x, **{**operands, **fields}))
+
+
+EVERYTHING = {"weight": BF16, "bias": BF16, "rstd": True, "offset": True}
+PRENORM = {"residual": BF16, "residual_out": BF16}
+ALL_GRADIENTS = {"weight": BF16, "dbias": BF16, "offset": True}
+
+CASES = [
+    fwd("one element", 1, F32, align=4),
+    fwd("rows share a warp", 64, weight=BF16, rstd=True),
+    fwd("a weight per head", 128, weight=BF16, bias=BF16, per_head=True, rank=3),
+    fwd("no power of two", 1000, F16, weight=F16),
+    fwd("float32 throughout", 1024, F32, rstd=True),
+    fwd("no weight", 4096, weight=None),
+    fwd("float32 weight", 4096, rstd=True),
+    fwd("all operands", 4096, **EVERYTHING, **PRENORM),
+    fwd("wider output", 4096, out=F32, residual=F32, residual_out=F32),
+    fwd("odd storage offset", 4096, align=2),
+    fwd("rows of a slice", 4096, align=8, rank=3),
+    fwd("odd", 4095, align=2, rstd=True, **PRENORM),
+    fwd("longest of one CTA in most models", 8192, rstd=True),
+    fwd("odd and long", 16383, align=2),
+    fwd("long", 16384, **PRENORM),
+    fwd("long and float32", 16384, F32, residual=F32, residual_out=F32),
+    fwd("a vocabulary", 65536, rstd=True),
+    fwd("odd vocabulary", 65537, align=2, weight=BF16),
+    fwd("weight of half the size", 131072, weight=BF16),
+    fwd("longest", 262144),
+    fwd("longest and float32", 262144, F32),
+    bwd("one element", 1, F32, align=4),
+    bwd("rows share a warp", 64, weight=BF16),
+    bwd("a weight per head", 128, weight=BF16, dbias=BF16, per_head=True, rank=3),
+    bwd("no power of two", 1000, F16, weight=F16),
+    bwd("float32 throughout", 1024, F32, dbias=F32),
+    bwd("no weight", 4096, weight=None, dweight=False),
+    bwd("float32 weight", 4096),
+    bwd("all gradients", 4096, dresidual_out=BF16, dresidual=BF16, **ALL_GRADIENTS),
+    bwd("odd storage offset", 4096, align=2),
+    bwd("odd", 4095, align=2, dresidual_out=BF16),
+    bwd("longest of one CTA in most models", 8192),
+    bwd("odd and long", 16383, align=2),
+    bwd("long", 16384, dresidual_out=BF16),
+    bwd("long and float32", 16384, F32, dresidual_out=F32),
+    bwd("a vocabulary", 65536),
+    bwd("weight of half the size", 131072, weight=BF16),
+    bwd("longest", 262144),
+    bwd("longest and float32", 262144, F32),
+]
+
+
+def default_config(case: Case, arch: Arch) -> FwdConfig | BwdConfig:
+    if isinstance(case.spec, RMSNormFwdSpec):
+        return default_fwd(case.spec, arch)
+    return default_bwd(case.spec, arch)
+
+
+def is_aligned(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> bool:
+    """Whether every vector of every operand is a whole number of 16-byte accesses."""
+    return spec.align == 16 and spec.vec * dtypes.width(narrowest(spec)) >= 128
+
+
+def narrowest(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> str:
+    names = [spec.x, spec.weight]
+    if isinstance(spec, RMSNormFwdSpec):
+        names += [spec.out, spec.bias, spec.residual, spec.residual_out]
+    else:
+        names += [spec.dout, spec.dx, spec.dresidual_out, spec.dresidual]
+    return min((name for name in names if name), key=dtypes.width)
+
+
+def faults(
+    case: Case, config: FwdConfig | BwdConfig, arch: Arch, compiled: Compiled
+) -> Iterator[str]:
+    """What is wrong with a compiled kernel, one line each."""
+    facts = cubin.static_facts(compiled.cubin or b"")
+    yield from resource_faults(case, config, arch, facts)
+    yield from access_faults(case, config, facts)
+    shared_by = config.tiling(case.spec).cluster
+    if facts.exchanges != (shared_by > 1):
+        yield f"a row is shared by {shared_by} CTAs, but st.async present: {facts.exchanges}"
+    if f".target {arch.target}\n" not in (compiled.ptx or ""):
+        yield f"not compiled for {arch.target}"
+    rows = config.rows_per_cta * getattr(config, "peers", 1)
+    for instruction in ptx.wrapping_offsets(compiled.ptx or "", max(2, case.spec.n), rows):
+        yield f"row offset in 32 bits: {instruction}"
+
+
+def resource_faults(
+    case: Case, config: FwdConfig | BwdConfig, arch: Arch, facts: cubin.StaticFacts
+) -> Iterator[str]:
+    if facts.spills:
+        yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
+    registers = facts.usage.registers_per_cta(config.num_threads)
+    if registers > arch.registers_per_sm:
+        used = f"{config.num_threads} threads of {facts.usage.registers} registers"
+        yield f"{used} take {registers}; an SM has {arch.registers_per_sm}"
+    smem_bytes = config.smem_bytes(case.spec)
+    if smem_bytes > arch.smem_bytes:
+        yield f"{smem_bytes} bytes of shared memory; a CTA has {arch.smem_bytes}"
+    if config.cluster > arch.max_cluster:
+        yield f"a cluster of {config.cluster} CTAs; {arch.name} has at most {arch.max_cluster}"
+
+
+def access_faults(
+    case: Case, config: FwdConfig | BwdConfig, facts: cubin.StaticFacts
+) -> Iterator[str]:
+    spec, loads, stores = case.spec, sorted(facts.load_bits), sorted(facts.store_bits)
+    if is_aligned(spec):
+        if min(loads) < 32:
+            yield f"narrow loads from global memory of aligned rows: {loads}"
+        # dweight and dbias are written once a launch, in their own dtype and element by element
+        if min(stores) < 32 and not getattr(spec, "column_sums", 0):
+            yield f"narrow stores to global memory of aligned rows: {stores}"
+    whole = is_aligned(spec) or getattr(config, "staged", False)
+    wanted = 128 if whole else min(8 * spec.align, spec.vec * dtypes.width(spec.x))
+    for kind, found in (("loads from", loads), ("stores to", stores)):
+        if wanted not in found:
+            yield f"no {wanted}-bit {kind} global memory: {found}"
+
+
+@pytest.fixture(scope="session")
+def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("arch", [arches.get(name) for name in ARCHES], ids=lambda arch: arch.name)
+def test_kernel(arch: Arch, case: Case, dump_dir: Path) -> None:
+    config = default_config(case, arch)
+    compiled = compile_kernel(config.module, case.spec, config, arch, dump_dir=dump_dir)
+    assert list(faults(case, config, arch, compiled)) == [], config
+
+
+def test_spills_are_found(dump_dir: Path) -> None:
+    case, config, arch = fwd("too few threads", 16384), FwdConfig(32), arches.get(ARCHES[0])
+    compiled = compile_kernel(config.module, case.spec, config, arch, dump_dir=dump_dir)
+    assert any(line.startswith("spills: a frame") for line in faults(case, config, arch, compiled))
+
+
+def test_narrow_accesses_are_found(dump_dir: Path) -> None:
+    """Code for rows at odd addresses, judged as if they were aligned."""
+    case, config, arch = fwd("odd offset", 4096, align=2), FwdConfig(128), arches.get(ARCHES[0])
+    compiled = compile_kernel(config.module, case.spec, config, arch, dump_dir=dump_dir)
+    aligned = fwd("aligned", 4096)
+    found = [line.split(":")[0] for line in faults(aligned, config, arch, compiled)]
+    assert found == [
+        "narrow loads from global memory of aligned rows",
+        "narrow stores to global memory of aligned rows",
+        "no 128-bit loads from global memory",
+        "no 128-bit stores to global memory",
+    ]
+
+
+def test_limits_are_found() -> None:
+    """Shared memory, registers and cluster size, on numbers alone."""
+    facts = cubin.StaticFacts(cubin.Usage(registers=128), {}, exchanges=False)
+    case, arch = fwd("ring", 65536), arches.get("sm120")
+    config = FwdConfig(1024, cluster=16, stages=16)
+    found = list(resource_faults(case, config, arch, facts))
+    assert [line.split(";")[0] for line in found] == [
+        "1024 threads of 128 registers take 131072",
+        f"{config.smem_bytes(case.spec)} bytes of shared memory",
+        "a cluster of 16 CTAs",
+    ]

@@ -1,0 +1,137 @@
+"""Importing and calling has no effects: what is loaded, what it costs, what stays untouched."""
+
+import pytest
+
+HEAVY = ("torch", "cutlass", "tvm_ffi", "triton", "cuda", "numpy")
+
+# One forward and backward on the CPU of each public function and module of quack_norm.
+CALLS = """
+import torch
+from quack_norm import QuackRMSNorm, RMSNorm, rmsnorm
+x = torch.randn(3, 4, 40, requires_grad=True)
+weight = torch.randn(40, requires_grad=True)
+out, stored = rmsnorm(x, weight, weight, residual=x, prenorm=True)
+(out.sum() + stored.sum()).backward()
+for module in (RMSNorm(40), QuackRMSNorm(dim=40)):
+    module(x).square().sum().backward()
+"""
+
+# `taken` holds each callable of the modules `prefix...` and of their classes, by name, so that a
+# later `changed` sees which were replaced. State that a library keeps of itself is not callable.
+SNAPSHOT = """
+import types
+
+def callables(prefix):
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != prefix or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            if callable(value):
+                found[name, key] = value
+            if isinstance(value, type) and value.__module__.partition(".")[0] == prefix:
+                for attribute, member in list(vars(value).items()):
+                    found[value.__module__, value.__qualname__, attribute] = member
+    return found
+
+def changed(taken, prefix):
+    now = callables(prefix)
+    missing = object()
+    return sorted(".".join(key) for key, value in taken.items() if now.get(key, missing) is not value)
+"""
+
+
+def test_importing_core_loads_nothing_heavy(fresh_python):
+    code = f"import quack_core\nresult = [name for name in {HEAVY} if name in sys.modules]"
+    assert fresh_python(code) == []
+
+
+def test_pure_modules_load_nothing_heavy(fresh_python):
+    code = f"""
+import quack_core.arch, quack_core.dtypes, quack_core.env, quack_core.errors
+import quack_core.layout.algebra, quack_core.reduction.tiling
+import quack_norm.ops.rmsnorm.config, quack_norm.ops.rmsnorm.spec
+result = [name for name in {HEAVY} if name in sys.modules]
+"""
+    assert fresh_python(code) == []
+
+
+def test_every_public_name_costs_at_most_300_ms_beyond_torch(fresh_python):
+    code = """
+import time, torch
+start = time.perf_counter()
+from quack_norm import QuackRMSNorm, RMSNorm, rmsnorm
+result = time.perf_counter() - start
+"""
+    # The least of several runs: another process can only make one slower.
+    assert min(fresh_python(code) for _ in range(3)) <= 0.3
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("from quack_norm import QuackRMSNorm, RMSNorm, rmsnorm", id="import"),
+        pytest.param(CALLS, id="call"),
+    ],
+)
+def test_norm_on_the_cpu_needs_neither_dsl_nor_compiler_nor_gpu(fresh_python, code):
+    found = fresh_python(f"""
+import torch
+before = set(sys.modules)
+{code}
+loaded = set(sys.modules) - before
+heavy = ("cutlass", "torch._dynamo", "torch._inductor", "triton", "cuda")
+result = [name for name in heavy if name in loaded], torch.cuda.is_initialized()
+""")
+    assert found == [[], False]
+
+
+@pytest.mark.parametrize(
+    "code", ["import quack_norm, quack_norm.nn", CALLS], ids=["import", "call"]
+)
+def test_nothing_of_torch_is_patched(fresh_python, code):
+    found = fresh_python(f"""
+{SNAPSHOT}
+import torch
+taken = callables("torch")
+{code}
+result = len(taken), changed(taken, "torch")
+""")
+    assert found[0] > 10000
+    assert found[1] == []
+
+
+def test_nothing_of_the_dsl_is_patched_by_kernels(fresh_python):
+    pytest.importorskip("cutlass")
+    found = fresh_python(f"""
+{SNAPSHOT}
+import cutlass, cutlass.cute, cutlass.cute.runtime
+taken = callables("cutlass")
+import importlib, pkgutil, quack_core, quack_norm
+for package in (quack_core, quack_norm):
+    for each in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not each.name.endswith(".plugin"):
+            importlib.import_module(each.name)
+from quack_core import arch
+from quack_core.jit.compile import compile_kernel
+from quack_norm.ops.rmsnorm.config import default_fwd
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
+spec = RMSNormFwdSpec(n=1024, x="bfloat16", out="bfloat16")
+sm90 = arch.get("sm90")
+compile_kernel("quack_norm.ops.rmsnorm.fwd", spec, default_fwd(spec, sm90), sm90)
+result = len(taken), changed(taken, "cutlass")
+""")
+    assert found[0] > 5000
+    assert found[1] == []
+
+
+def test_the_snapshot_sees_a_patch(fresh_python):
+    found = fresh_python(f"""
+{SNAPSHOT}
+import torch
+taken = callables("torch")
+torch.add = torch.sub
+torch.nn.Module.train = lambda self: self
+result = changed(taken, "torch")
+""")
+    assert {"torch.add", "torch.nn.modules.module.Module.train"} <= set(found)

@@ -1,0 +1,73 @@
+"""Versions and requirements agree wherever they are written."""
+
+import importlib
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+PACKAGES = ("quack-core", "quack-norm")
+
+
+def project(root: Path, package: str) -> dict:
+    return tomllib.loads((root / "packages" / package / "pyproject.toml").read_text())["project"]
+
+
+def requirements(root: Path, package: str) -> dict[str, Requirement]:
+    needs = [Requirement(text) for text in project(root, package)["dependencies"]]
+    return {need.name: need for need in needs}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_version_is_the_installed_one(package):
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is on the path but not installed")
+    assert importlib.import_module(package.replace("-", "_")).__version__ == installed
+
+
+def test_norm_admits_this_core(root):
+    import quack_core
+
+    needed = requirements(root, "quack-norm")["quack-core"]
+    assert needed.specifier.contains(quack_core.__version__)
+    assert not needed.specifier.contains("1.0")
+
+
+def test_packages_agree_on_the_dsl_and_on_python(root):
+    ranges = {str(requirements(root, each)["nvidia-cutlass-dsl"].specifier) for each in PACKAGES}
+    assert len(ranges) == 1
+    pythons = {project(root, each)["requires-python"] for each in PACKAGES}
+    assert pythons == {">=3.11"}
+
+
+def test_core_requires_no_torch(root):
+    assert "torch" not in requirements(root, "quack-core")
+    assert "torch" in requirements(root, "quack-norm")
+
+
+def test_installed_dependencies_are_in_range(root):
+    wanted = {**requirements(root, "quack-core"), **requirements(root, "quack-norm")}
+    outside = []
+    for name, need in wanted.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not SpecifierSet(str(need.specifier)).contains(found, prereleases=True):
+            outside.append(f"{name} {found}: needs {need.specifier}")
+    assert outside == []
+
+
+def test_every_package_is_in_the_tools_lists(root):
+    folders = {path.parent.name for path in (root / "packages").glob("*/pyproject.toml")}
+    config = tomllib.loads((root / "pyproject.toml").read_text())
+    modules = {name.replace("-", "_") for name in folders}
+    assert folders == set(PACKAGES)
+    assert set(config["tool"]["uv"]["sources"]) == folders
+    assert set(config["tool"]["mypy"]["packages"]) == modules
+    assert set(config["tool"]["importlinter"]["root_packages"]) == modules
