@@ -9,6 +9,8 @@ from pathlib import Path
 from . import compare, judge, record, shapes, supervisor
 
 STEP_TIMEOUT_S = 120.0
+NO_GPU = 2
+"""Exit status."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,10 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "merge":
         print(f"{record.merge_folder(args.source, args.target)} records merged")
         return 0
-    if args.command == "host":
-        return _host(args)
-    if args.command == "calibration":
-        return _calibration(args)
+    if args.command in ("host", "calibration"):
+        return _machine(args)
     cases = _cases(args)
     if getattr(args, "list", False):
         print("\n".join(case.label for case in cases))
@@ -136,8 +136,10 @@ def excluded(entries: Sequence[str]) -> dict[tuple[int, str], str]:
 
 
 def _measure(args: argparse.Namespace, cases: Sequence[shapes.Case]) -> int:
-    from . import norm, ours, peers, runner
+    from . import device, norm, ours, peers, runner
 
+    if not device.available():
+        return NO_GPU
     only = getattr(args, "variants", None)
     options = runner.Options(
         out=args.out,
@@ -177,34 +179,21 @@ def _tune(args, options, cases: Sequence[shapes.Case]) -> int:  # type: ignore[n
     return 0
 
 
-def _base(args: argparse.Namespace) -> record.Record:
-    from . import device
+def _machine(args: argparse.Namespace) -> int:
+    """The suites without shapes: host and calibration."""
+    from . import calibration, device, host
 
-    blank = record.Record("", "", [], "", {}, "")
-    blank.gpu, blank.date = device.gpu_name(), record.today()
-    blank.commit = args.commit or record.commit()
-    return blank
-
-
-def _write(args: argparse.Namespace, records: Sequence[record.Record], name: str) -> None:
-    from . import device
-
-    record.merge(args.out / device.folder(device.gpu_name()) / f"{name}.jsonl", records)
-
-
-def _host(args: argparse.Namespace) -> int:
-    from . import host
-
-    records = host.run(_base(args), host.CALLS // (10 if args.smoke else 1))
-    _write(args, records, host.CASE.op)
-    print(host.text(records))
-    return 0
-
-
-def _calibration(args: argparse.Namespace) -> int:
-    from . import calibration
-
-    _write(args, calibration.run(_base(args), args.rounds, args.smoke), "calibration")
+    if not device.available():
+        return NO_GPU
+    base = record.Record("", "", [], "", {}, "")
+    base.gpu, base.date = device.gpu_name(), record.today()
+    base.commit = args.commit or record.commit()
+    if args.command == "host":
+        records = host.run(base, host.CALLS // (10 if args.smoke else 1))
+        print(host.text(records))
+    else:
+        records = calibration.run(base, args.rounds, args.smoke)
+    record.merge(args.out / device.folder(base.gpu) / f"{args.command}.jsonl", records)
     return 0
 
 

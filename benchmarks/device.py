@@ -1,6 +1,7 @@
 """The GPU as records describe it: name, driver, clock, power. All of it may be missing."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,14 @@ def gpu_name() -> str:
     if not torch.cuda.is_available():
         return ""
     return torch.cuda.get_device_name().removeprefix("NVIDIA").strip()
+
+
+def available() -> bool:
+    """Whether there is a GPU; says so if not."""
+    if torch.cuda.is_available():
+        return True
+    print("no CUDA device: --list and --dry-run work without one", file=sys.stderr)
+    return False
 
 
 def folder(name: str) -> str:

@@ -28,7 +28,8 @@ def replace_block(text: str, block: str) -> str:
     first, last = text.find(BEGIN), text.find(END)
     if first < 0 or last < first:
         raise ValueError(f"the text needs {BEGIN} and, after it, {END}")
-    return f"{text[: first + len(BEGIN)]}\n{block.strip()}\n{text[last:]}"
+    inside = f"\n{block.strip()}\n" if block else "\n"
+    return f"{text[: first + len(BEGIN)]}{inside}{text[last:]}"
 
 
 def grouped(records: Sequence[Record], suite: str) -> list[dict[str, Record]]:
@@ -137,7 +138,8 @@ def readme_block(records: Sequence[Record]) -> str:
         if not any("ours" in row for row in found):
             continue
         parts += [f"**{title}**, bf16, {_versions(found)}.", headline(found), short_table(found)]
-    parts.append("All rows, losses included, and how they were measured: docs/performance.md.")
+    if parts:
+        parts.append("All rows, losses included, and how they were measured: docs/performance.md.")
     return "\n\n".join(parts)
 
 

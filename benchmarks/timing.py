@@ -141,7 +141,8 @@ def replay(launch: Launch, sets: Sequence[Any], chosen: Plan) -> Callable[[], No
         return lambda: _repeat(lap, chosen.laps)
     held[:] = [()] * len(sets)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # the outer context restores the stream should the capture fail
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         _repeat(lap, chosen.laps)
     held[:] = [()] * len(sets)
     graph.replay()

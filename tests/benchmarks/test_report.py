@@ -96,6 +96,12 @@ def test_plots_are_reproducible(records: list[Record], tmp_path: Path) -> None:
     assert b"<svg" in files[0]
 
 
+def test_without_results_the_markers_stay_empty() -> None:
+    frame = f"a\n{report.BEGIN}\n{report.END}\nb\n"
+    assert report.replace_block(frame, report.readme_block([])) == frame
+    assert report.replace_block(frame, report.docs_block([])) == frame
+
+
 def test_missing_markers_are_named() -> None:
     with pytest.raises(ValueError, match="benchmarks:begin"):
         report.replace_block("no markers", "x")

@@ -88,7 +88,7 @@ def check_no_tangent(name: str, *operands: Tensor | None) -> None:
             raise UnsupportedError(
                 f"{name}: an operand carries a tangent of forward-mode AD",
                 "there is no forward-mode derivative",
-                "use reverse mode, such as torch.autograd.grad or torch.func.vjp",
+                "use reverse mode, such as torch.autograd.grad",
             )
 
 

@@ -2,13 +2,13 @@
 
 Two ways lead from a row in global memory to the vectors of a thread (``RowTiling``):
 * directly, in accesses as wide as the alignment allows (``load_vectors``, ``store_vectors``);
-* through shared memory (``fetch_hull``, ``store_hull``): rows whose addresses are not multiples of
-  16 bytes still move in 16-byte accesses, and are read from shared memory at their own offset.
+* through shared memory (``fetch_hull``, ``read_shifted``, ``store_shifted``): rows whose addresses are not multiples of
+  16 bytes still move in 16-byte accesses.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from quack_core.reduction.tiling import RowTiling
@@ -147,12 +147,6 @@ def chunk_offset(pointer: cute.Pointer) -> Int32:
     return Int32(pointer.toint() & Int64(CHUNK - 1))
 
 
-def at_bytes(shared: cute.Pointer, offset: Int32, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-    """A pointer into shared memory at any element offset, given in bytes."""
-    base = cute.recast_ptr(shared, dtype=cutlass.Uint8) + offset
-    return cute.recast_ptr(base.align(dtype.width // 8), dtype=dtype)
-
-
 @cute.jit
 def fetch_hull(
     pointer: cute.Pointer,
@@ -185,8 +179,96 @@ def fetch_hull(
     return offset
 
 
+def _words(shared: cute.Pointer, chunk: Int32, count: int) -> list[Uint32]:
+    """``count`` 16-byte chunks of shared memory as 32-bit words."""
+    registers = cute.make_rmem_tensor(cute.make_layout((4, count)), Uint32)
+    for i in range(count):
+        start = cute.recast_ptr(shared, dtype=Uint32) + (chunk + i) * 4
+        source = cute.make_tensor(start.align(CHUNK), cute.make_layout(4))
+        cute.autovec_copy(source, registers[None, i])
+    return [registers[i] for i in range(4 * count)]
+
+
+def _shift(words: list[Uint32], offset: Int32, sub_word: bool) -> list[Uint32]:
+    """The words that begin ``offset`` (0 to 15, the same for all threads) bytes further on."""
+    for bit, distance in ((8, 2), (4, 1)):
+        far = (offset & bit) != 0
+        words = [
+            _select(far, after, word)
+            for word, after in zip(words, words[distance:], strict=False)
+        ]
+    if sub_word:  # two 16-bit elements per word
+        selector = _select((offset & 2) != 0, Uint32(0x5432), Uint32(0x3210))
+        words = [
+            Uint32(cute.arch.prmt(word, after, selector))
+            for word, after in zip(words, words[1:], strict=False)
+        ]
+    return words
+
+
 @cute.jit
-def store_hull(
+def _select(condition: Boolean, a: Uint32, b: Uint32) -> Uint32:
+    return a if condition else b
+
+
+@cute.jit
+def read_shifted(
+    shared: cute.Pointer,
+    offset: Int32,
+    count: Int32,
+    tiling: cutlass.Constexpr,
+    thread: Int32,
+    dtype: cutlass.Constexpr,
+) -> cute.Tensor:
+    """The vectors of a thread from a row that ``fetch_hull`` brought: registers (vec, passes).
+
+    16-byte reads and a shift in registers; zeros beyond the ``count`` elements of the slice.
+    """
+    size = const_expr(dtype.width // 8)
+    chunks = const_expr(tiling.vec * size // CHUNK)
+    registers = make_registers(tiling, dtype)
+    words = cute.recast_tensor(registers, Uint32)  # (words, passes)
+    for p in cutlass.range_constexpr(tiling.passes):
+        first = thread * tiling.vec + p * tiling.step
+        safe = first if first < count else Int32(0)
+        found = _shift(_words(shared, safe * size // CHUNK, chunks + 1), offset, size == 2)
+        for i in cutlass.range_constexpr(4 * chunks):
+            words[i, p] = found[i]
+        if first + tiling.vec > count:
+            for v in cutlass.range_constexpr(tiling.vec):
+                if first + v >= count:
+                    registers[v, p] = dtype(0)
+    return registers
+
+
+@cute.jit
+def load_partial(
+    pointer: cute.Pointer,
+    count: Int32,
+    tiling: cutlass.Constexpr,
+    thread: Int32,
+    align: cutlass.Constexpr[int],
+) -> cute.Tensor:
+    """As ``load_vectors``, for a slice of ``count`` elements that may end within a vector."""
+    source = vector_view(pointer, tiling, thread, align)
+    registers = make_registers(tiling, pointer.dtype)
+    registers.fill(0)
+    target = register_view(registers, source)
+    atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
+    for p in cutlass.range_constexpr(tiling.passes):
+        first = thread * tiling.vec + p * tiling.step
+        if first + tiling.vec <= count:
+            cute.copy(atom, source[None, None, p], target[None, None, p])
+        else:
+            for v in cutlass.range_constexpr(tiling.vec):
+                if first + v < count:
+                    element = cute.make_tensor(pointer + first + v, cute.make_layout(1))
+                    registers[v, p] = element[0]
+    return registers
+
+
+@cute.jit
+def store_shifted(
     pointer: cute.Pointer,
     count: Int32,
     shared: cute.Pointer,
@@ -195,38 +277,27 @@ def store_hull(
 ) -> None:
     """Write ``count`` elements to any address: whole 16-byte chunks, single elements at the ends.
 
-    They lie in ``shared`` from byte ``chunk_offset(pointer)`` on, behind a barrier.
+    They lie in ``shared`` from its beginning on, behind a barrier; chunks are put together from
+    two 16-byte reads and a shift in registers.
     """
     dtype = pointer.dtype
     size = const_expr(dtype.width // 8)
     per_chunk = const_expr(CHUNK // size)
-    offset = chunk_offset(pointer)
-    end = offset + count * size
-    start = (pointer - offset // size).align(CHUNK)
-    chunk = cute.make_layout(per_chunk)
-    first = (offset + CHUNK - 1) // CHUNK
-    last = end // CHUNK
-    for c in cutlass.range(first + thread, last, num_threads, unroll=4):
-        there = (start + c * per_chunk).align(CHUNK)
-        here = cute.recast_ptr(shared, dtype=dtype) + c * per_chunk
-        cute.autovec_copy(
-            cute.make_tensor(here.align(CHUNK), chunk), cute.make_tensor(there, chunk)
-        )
-    if thread < 2 * per_chunk:  # elements of a partial first chunk, then of a partial last one
-        tail = thread >= per_chunk
-        element = last * per_chunk + thread - per_chunk if tail else thread
-        byte = element * size
-        from_byte = offset
-        if tail and last >= first:
-            from_byte = last * CHUNK
-        to_byte = end
-        if not tail and first * CHUNK < end:
-            to_byte = first * CHUNK
-        partial = byte >= from_byte and byte < to_byte
-        if tail and last < first:  # the row lies within one chunk: done by the first group
-            partial = False
-        if partial:
-            values = cute.make_tensor(cute.recast_ptr(shared, dtype=dtype), cute.make_layout(1))
-            cute.make_tensor(start + element, cute.make_layout(1))[0] = cute.make_tensor(
-                values.iterator + element, cute.make_layout(1)
-            )[0]
+    head = (Int32(CHUNK) - chunk_offset(pointer)) % CHUNK // size  # elements before the first chunk
+    head = head if head < count else count
+    whole = (count - head) // per_chunk
+    target = cute.recast_ptr(pointer + head, dtype=Uint32)
+    offset = head * size
+    for c in cutlass.range(thread, whole, num_threads, unroll=4):
+        words = _shift(_words(shared, c, 2), offset, size == 2)
+        registers = cute.make_rmem_tensor(4, Uint32)
+        for i in cutlass.range_constexpr(4):
+            registers[i] = words[i]
+        there = (target + Int64(c) * 4).align(CHUNK)
+        cute.autovec_copy(registers, cute.make_tensor(there, cute.make_layout(4)))
+    element = thread  # single elements: before the first chunk, then behind the last one
+    if thread >= head:
+        element = thread + whole * per_chunk
+    if element < count and thread < 2 * per_chunk:
+        source = cute.make_tensor(cute.recast_ptr(shared, dtype=dtype) + element, cute.make_layout(1))
+        cute.make_tensor(pointer + element, cute.make_layout(1))[0] = source[0]

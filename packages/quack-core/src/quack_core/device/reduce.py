@@ -18,6 +18,9 @@ from quack_core.reduction.tiling import WARP
 
 Partial = tuple[Float32, ...]
 
+DIRECT_SLOTS = 8
+"""Up to this many partial results each thread reads them all instead of shuffling."""
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -97,6 +100,9 @@ def collect(partials: cute.Tensor, reduction: cutlass.Constexpr, row: Int32) -> 
         row: row of this thread within ``partials``.
     """
     slots = const_expr(cute.size(partials, mode=[1]))
+    if const_expr(slots <= DIRECT_SLOTS):  # every thread reads all: no shuffles to wait for
+        values = [tuple(partials[i, s, row] for i in range(reduction.width)) for s in range(slots)]
+        return combine_tree(values, reduction)
     lanes = const_expr(min(WARP, 1 << (slots - 1).bit_length()))
     lane = cute.arch.lane_idx() % lanes
     total = reduction.neutral()
@@ -109,6 +115,14 @@ def collect(partials: cute.Tensor, reduction: cutlass.Constexpr, row: Int32) -> 
         value = tuple(r if inside else n for r, n in zip(read, neutral, strict=True))
         total = reduction.combine(total, value)
     return warp_reduce(total, reduction, lanes)
+
+
+def combine_tree(values: list[Partial], reduction: Reduction) -> Partial:
+    """Combine neighbours until one is left: the shortest chain of operations."""
+    while len(values) > 1:
+        pairs = [reduction.combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(values) & ~1 :]
+    return values[0]
 
 
 @cute.jit

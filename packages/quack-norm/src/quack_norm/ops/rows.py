@@ -31,23 +31,31 @@ def outer_shape(operands: Sequence[Tensor | None], per_head: bool) -> tuple[int,
     """The outer sizes ``(M,)`` or ``(M1, M0)`` under which the fewest operands need a copy.
 
     Args:
-        operands: of one shape ``(..., N)``, most important first; None is skipped.
+        operands: of one shape ``(..., N)``, not empty, most important first; None is skipped.
         per_head: the second-to-last dimension selects the weight and stays by itself.
     """
     present = [t for t in operands if t is not None]
     shape = present[0].shape
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
+    rows = present[0].numel() // shape[-1]
     if per_head:
         return rows // shape[-2], shape[-2]
     if len(shape) in (2, 3):
         return tuple(shape[:-1])
     for tensor in present:
+        if tensor.is_contiguous():
+            continue
         groups = outer_groups(shape, tensor.stride())
         if len(groups) == 2 and is_rows(tensor):
             return groups[0], groups[1]
     return (rows,)
+
+
+def is_reachable(tensor: Tensor, per_head: bool) -> bool:
+    """Whether at most two outer strides reach every row; per head, one and the heads' own."""
+    shape, strides = tensor.shape, tensor.stride()
+    if per_head:
+        return len(outer_groups(shape[:-1], strides[:-1])) <= 1
+    return len(outer_groups(shape, strides)) <= 2
 
 
 def is_rows(tensor: Tensor) -> bool:
@@ -59,9 +67,10 @@ def as_rows(tensor: Tensor, outer: tuple[int, ...]) -> Tensor:
     """``tensor`` as ``(*outer, N)``: a view if its strides allow it, otherwise one copy."""
     if not is_rows(tensor):
         tensor = tensor.contiguous()
-    if tensor.shape[:-1] == outer:
+    shape = tensor.shape
+    if len(shape) == len(outer) + 1 and shape[:-1] == outer:
         return tensor
-    return tensor.reshape(*outer, tensor.shape[-1])
+    return tensor.reshape(*outer, shape[-1])
 
 
 def stride_bits(tensor: Tensor) -> int:

@@ -110,7 +110,7 @@ class RMSNormBwd(ReductionBase):
         rW = None
         if const_expr(mW is not None):
             pW = weight_pointer(mW, at, first)
-            rW = copy.load_vectors(pW, tiling, thread, self.spec.align, pred)
+            rW = copy.load_vectors(pW, tiling, thread, self.spec.weight_align, pred)
         rDw, rDb = self._zeros(mDw), self._zeros(mDb)
         next_rstd = self._rstd(mRstd, row, rows, head)
         self.join_cluster()
@@ -318,7 +318,8 @@ def build(spec: RMSNormBwdSpec, config: BwdConfig) -> tuple[RMSNormBwd, tuple]:
     rows, weights = (*outer, spec.n), (outer[-1], spec.n) if spec.per_head else (spec.n,)
 
     def tensor(name: str | None, shape: tuple):
-        return symbolic(name, shape, align=spec.align)
+        align = spec.align if shape is rows else spec.weight_align
+        return symbolic(name, shape, align=align)
 
     work = state = None
     if spec.column_sums:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quack_core import dtypes, torch_op
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
+from quack_norm.ops import rows
 
 from .spec import MAX_N
 
@@ -120,7 +121,8 @@ def output(
                 )
     dense = out.is_contiguous()
     if not dense:
-        _writable(out)
+        parameter = bias if weight is None else weight
+        _writable(out, parameter is not None and parameter.dim() == 2)
     if not torch_op.eager(out, x, weight, bias, residual) or out.device.type == "meta":
         return  # no addresses to compare
     for name, tensor in operands:
@@ -131,19 +133,6 @@ def output(
                 f"rmsnorm: out overlaps {name} in memory: out may be x itself, and must share "
                 "nothing else with an operand; pass other memory"
             )
-
-
-def same_memory(rows: Tensor | None, out: Tensor | None) -> None:
-    """Check that the rows that a kernel writes are a view of ``out``.
-
-    Raises:
-        LayoutError: its dimensions do not merge into two.
-    """
-    if rows is not None and out is not None and rows.data_ptr() != out.data_ptr():
-        raise LayoutError(
-            f"rmsnorm: out has strides {out.stride()}: its rows must be reached by at most two "
-            "strides; pass contiguous memory"
-        )
 
 
 def _tensors(*operands: tuple[str, Tensor | None]) -> None:
@@ -172,10 +161,10 @@ def _rows(name: str, x: Tensor) -> None:
             f"rows have at most {MAX_N} elements",
             "split the row, or use torch.nn.functional.rms_norm",
         )
-    rows = x.numel() // n if n else 0
-    if isinstance(rows, int) and rows > MAX_ROWS:  # no guard on a symbolic batch
+    count = x.numel() // n if n else 0
+    if isinstance(count, int) and count > MAX_ROWS:  # no guard on a symbolic batch
         raise UnsupportedError(
-            f"rmsnorm: {name} has {rows} rows",
+            f"rmsnorm: {name} has {count} rows",
             f"a launch takes at most {MAX_ROWS}",
             "split the batch",
         )
@@ -228,7 +217,7 @@ def _dtype(name: str, dtype: torch.dtype) -> None:
         ) from None
 
 
-def _writable(out: Tensor) -> None:
+def _writable(out: Tensor, per_head: bool) -> None:
     """Rows must be views that a kernel can write, and no element may lie twice in memory."""
     for extent, stride in zip(out.shape, out.stride(), strict=True):
         if stride == 0 and extent > 1:
@@ -238,6 +227,11 @@ def _writable(out: Tensor) -> None:
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise LayoutError(
             f"rmsnorm: out.stride(-1) is {out.stride(-1)}: it must be 1; leave out= away and copy"
+        )
+    if not rows.is_reachable(out, per_head):
+        raise LayoutError(
+            f"rmsnorm: out has strides {out.stride()}: at most two strides may lead to its rows"
+            f"{', one of them to the heads' if per_head else ''}; leave out= away and copy"
         )
 
 

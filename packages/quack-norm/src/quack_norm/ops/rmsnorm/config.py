@@ -37,6 +37,7 @@ class FwdConfig:
         staged: rows move in 16-byte chunks through shared memory, whatever their alignment.
         stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
             this many rows in flight.
+        ctas_per_sm: CTAs that should stay on an SM together; 0: as many as fit.
     """
 
     threads_per_row: int
@@ -44,6 +45,7 @@ class FwdConfig:
     cluster: int = 1
     staged: bool = False
     stages: int = 0
+    ctas_per_sm: int = 0
 
     @property
     def module(self) -> str:
@@ -65,7 +67,11 @@ class FwdConfig:
         return 2 if self.persistent else 0
 
     def tiling(self, spec: RMSNormFwdSpec) -> RowTiling:
-        return RowTiling(spec.n, spec.vec, self.threads_per_row, self.rows_per_cta, self.cluster)
+        n, vec = spec.n, spec.vec
+        if self.staged:  # whole vectors in shared memory: the row is padded there
+            vec = spec.full_vector
+            n = -(-n // vec) * vec
+        return RowTiling(n, vec, self.threads_per_row, self.rows_per_cta, self.cluster)
 
     def smem_bytes(self, spec: RMSNormFwdSpec) -> int:
         """Shared memory of a CTA."""
@@ -79,12 +85,12 @@ class FwdConfig:
             return self.stages * rows + tiling.shared_bytes(buffers=2) + 1024 + 64
         return tiling.shared_bytes() + 1024
 
-    def staged_bytes(self, spec: RMSNormFwdSpec) -> tuple[int, int, int]:
-        """Per row in shared memory: the chunks of x, of residual, and of one output."""
+    def staged_bytes(self, spec: RMSNormFwdSpec) -> tuple[int, int]:
+        """Per row in shared memory: the chunks of x, or of an output, and those of residual."""
         cols = self.tiling(spec).cols
-        out = max(dtypes.width(name) for name in (spec.out, spec.residual_out) if name)
+        widest = max(dtypes.width(name) for name in (spec.x, spec.out, spec.residual_out) if name)
         residual = hull_bytes(cols, dtypes.width(spec.residual)) if spec.residual else 0
-        return hull_bytes(cols, dtypes.width(spec.x)), residual, hull_bytes(cols, out)
+        return hull_bytes(cols, widest), residual
 
     def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
         """Clusters to launch if the kernel is persistent."""
@@ -200,11 +206,11 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
 def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Configurations that could serve, best first."""
     row_bytes = spec.n * dtypes.width(spec.x) // 8
-    if not spec.full_vectors and spec.n >= MIN_STAGED:
+    if spec.vec < spec.full_vector and spec.n >= MIN_STAGED:
         for cluster in clusters(spec.n, STAGED_COLS):
             threads = _threads(spec.n // cluster, 1, 64, low=32, high=256)
             yield FwdConfig(threads, max(1, 128 // threads), cluster, staged=True)
-    if spec.full_vectors and spec.align == CHUNK and row_bytes >= MIN_RING and not spec.per_head:
+    if spec.vec == spec.full_vector and spec.align == CHUNK and row_bytes >= MIN_RING and not spec.per_head:
         for cluster in clusters(spec.n, RING_COLS):
             for stages in (3, 2):
                 yield FwdConfig(512, cluster=cluster, stages=stages)

@@ -59,6 +59,7 @@ class RMSNormFwd(ReductionBase):
         self, mX, mW, mB, mR, mY, mH, mRstd, eps: Float32, weight_offset: Float32, rows: Int32
     ):
         tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
+        weight_align = const_expr(self.spec.weight_align)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         thread, rank = self.thread_in_row(tid), block % tiling.cluster
@@ -70,6 +71,8 @@ class RMSNormFwd(ReductionBase):
             pred = copy.column_predicate(tiling, thread, rank, valid)
         smem = cutlass.memory.SmemAllocator()
         partials, mbar = self.allocate(smem)
+        if const_expr(self.config.ctas_per_sm > 0):
+            smem.allocate_tensor(cutlass.Uint8, cute.make_layout(233472 // self.config.ctas_per_sm - 1024 - 512), byte_alignment=16)
         self.start_cluster(mbar, tid)
 
         # All loads are under way before the first value is used.
@@ -78,9 +81,11 @@ class RMSNormFwd(ReductionBase):
         if const_expr(mR is not None):
             rR = copy.load_vectors(slice_pointer(mR, at, first), tiling, thread, align, pred)
         if const_expr(mW is not None):
-            rW = copy.load_vectors(weight_pointer(mW, at, first), tiling, thread, align, pred)
+            pW = weight_pointer(mW, at, first)
+            rW = copy.load_vectors(pW, tiling, thread, weight_align, pred)
         if const_expr(mB is not None):
-            rB = copy.load_vectors(weight_pointer(mB, at, first), tiling, thread, align, pred)
+            pB = weight_pointer(mB, at, first)
+            rB = copy.load_vectors(pB, tiling, thread, weight_align, pred)
         h = rX.load().to(Float32)
         if const_expr(mR is not None):
             h = h + rR.load().to(Float32)
@@ -151,7 +156,8 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
     rows, weights = (*outer, spec.n), (outer[-1], spec.n) if spec.per_head else (spec.n,)
 
     def tensor(name: str | None, shape: tuple):
-        return symbolic(name, shape, align=spec.align)
+        align = spec.align if shape is rows else spec.weight_align
+        return symbolic(name, shape, align=align)
 
     rstd = symbolic("float32", outer, align=4, contiguous=True) if spec.rstd else None
     state = symbolic("int32", (2,), align=8, contiguous=True) if config.state_ints else None

@@ -67,6 +67,8 @@ class RMSNormFwdRing(ReductionBase):
             grid=[cluster * groups, 1, 1],
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -75,6 +77,7 @@ class RMSNormFwdRing(ReductionBase):
         self, mX, mW, mB, mR, mY, mH, mRstd, mState, eps: Float32, weight_offset: Float32, groups: Int32
     ):
         tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
+        weight_align = const_expr(self.spec.weight_align)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         group, rank = block // tiling.cluster, block % tiling.cluster
@@ -100,9 +103,9 @@ class RMSNormFwdRing(ReductionBase):
             ticket = drawn + draw(mState)
         rW, rB = None, None
         if const_expr(mW is not None):
-            rW = copy.load_vectors(mW.iterator + first, tiling, tid, align, pred)
+            rW = copy.load_vectors(mW.iterator + first, tiling, tid, weight_align, pred)
         if const_expr(mB is not None):
-            rB = copy.load_vectors(mB.iterator + first, tiling, tid, align, pred)
+            rB = copy.load_vectors(mB.iterator + first, tiling, tid, weight_align, pred)
         self.join_cluster()
 
         row, step, stage = group, Int32(0), Int32(0)

@@ -1,7 +1,7 @@
 """RMSNorm forward of rows whose addresses are no multiples of 16 bytes (odd N).
 
-A row moves in 16-byte chunks between global and shared memory; there threads reach it at its own
-offset. Which thread adds which elements does not depend on the offset.
+A row moves in 16-byte chunks between global and shared memory and is shifted into place in
+registers. Which thread adds which elements does not depend on the address.
 """
 
 import cuda.bindings.driver as cuda
@@ -11,22 +11,29 @@ import cutlass.memory
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import copy, fast_math
+from quack_core.device.reduce import thread_sum
 from quack_core.reduction.base import ReductionBase
 
 from .config import FwdConfig
-from .fwd import arguments, coordinates, num_rows, slice_pointer, store_rstd, weight_pointer
+from .fwd import (
+    arguments,
+    coordinates,
+    num_rows,
+    scale,
+    slice_pointer,
+    store_rstd,
+    weight_pointer,
+)
 from .spec import RMSNormFwdSpec
-
-UNROLL = 8
 
 
 class RMSNormFwdStaged(ReductionBase):
     """A CTA, or a cluster of CTAs that share the columns, normalises ``rows_per_cta`` rows.
 
-    Threads: ``threads_per_row`` per row and CTA; they walk over the row, which stays in shared
-    memory, twice.
-    Shared memory: per row the chunks of x, of residual and of one output; partial sums.
-    Synchronises: three CTA barriers and the reduction; two more barriers for residual_out.
+    Threads: ``threads_per_row`` per row and CTA, each holding its part of the row in registers.
+    Shared memory: per row the chunks of x, and of residual; outputs take the place of x. Partial
+    sums.
+    Synchronises: the reduction, and three CTA barriers (two more for residual_out).
     Traffic: every operand once; weight and bias once per row, from L1 or L2.
     """
 
@@ -74,62 +81,46 @@ class RMSNormFwdStaged(ReductionBase):
         count = self._count(first, valid)  # elements of this CTA's slice
 
         smem = cutlass.memory.SmemAllocator()
-        x_bytes, residual_bytes, out_bytes = self.config.staged_bytes(self.spec)
-        sX, sR, sY = (self._row_buffer(smem, n, tid) for n in (x_bytes, residual_bytes, out_bytes))
+        sX, sR = (self._buffer(smem, size, tid) for size in self.config.staged_bytes(self.spec))
         partials, mbar = self.allocate(smem)
         self.start_cluster(mbar, tid)
-        pX = self._fetch(mX, at, first, count, sX, thread)
-        pR = None
+        pX, pR = slice_pointer(mX, at, first), None
+        oX = copy.fetch_hull(pX, count, sX, thread, tiling.threads_per_row)
         if const_expr(mR is not None):
-            pR = self._fetch(mR, at, first, count, sR, thread)
+            pR = slice_pointer(mR, at, first)
+            oR = copy.fetch_hull(pR, count, sR, thread, tiling.threads_per_row)
         cute.arch.cp_async_commit_group()
+        rW, rB = self._weights(mW, at, first, thread), self._weights(mB, at, first, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        square_sum = Float32(0.0)
-        for index in cutlass.range(thread * tiling.vec, count, tiling.step, unroll=UNROLL):
-            h = self._value(pX, pR, index)
-            square_sum += (h * h).reduce(cute.ReductionOp.ADD, 0.0, 0)
+        rX = copy.read_shifted(sX, oX, count, tiling, thread, pX.dtype)  # (vec, passes)
+        h = rX.load().to(Float32)
+        if const_expr(mR is not None):
+            rR = copy.read_shifted(sR, oR, count, tiling, thread, pR.dtype)
+            h = h + rR.load().to(Float32)
         self.join_cluster()
-        (square_sum,) = self.reduce((square_sum,), partials, mbar, tid, Int32(0))
-        rstd = fast_math.rsqrt(square_sum * (1 / tiling.n) + eps)
+        (square_sum,) = self.reduce((thread_sum(h * h),), partials, mbar, tid, Int32(0))
+        rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
-
         if const_expr(mH is not None):
-            pH = slice_pointer(mH, at, first)
-            here = copy.at_bytes(sY, copy.chunk_offset(pH), pH.dtype)
-            for index in cutlass.range(thread * tiling.vec, count, tiling.step, unroll=UNROLL):
-                self._set(here, index, self._value(pX, pR, index))
-            cute.arch.sync_threads()
-            copy.store_hull(pH, count, sY, thread, tiling.threads_per_row)
-            cute.arch.sync_threads()
-        pY = slice_pointer(mY, at, first)
-        here = copy.at_bytes(sY, copy.chunk_offset(pY), pY.dtype)
-        pW, pB = self._weights(mW, at, first), self._weights(mB, at, first)
-        for index in cutlass.range(thread * tiling.vec, count, tiling.step, unroll=UNROLL):
-            y = self._value(pX, pR, index) * rstd
-            if const_expr(mW is not None):
-                weight = self._get(pW, index)
-                y = y * (weight + weight_offset if const_expr(self.spec.offset) else weight)
-            if const_expr(mB is not None):
-                y = y + self._get(pB, index)
-            self._set(here, index, y)
-        cute.arch.sync_threads()
-        copy.store_hull(pY, count, sY, thread, tiling.threads_per_row)
+            self._put(h, slice_pointer(mH, at, first), count, sX, thread)
+        y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
+        self._put(y, slice_pointer(mY, at, first), count, sX, thread)
 
     @cute.jit
     def _count(self, first: Int32, valid: Boolean) -> Int32:
         """Elements of the slice that begins at column ``first``."""
-        count = self.tiling.n - first
+        count = self.spec.n - first
         if count > self.tiling.cols:
             count = Int32(self.tiling.cols)
         if count < 0 or not valid:
             count = Int32(0)
         return count
 
-    def _row_buffer(self, smem: cutlass.memory.SmemAllocator, num_bytes: int, tid: Int32):
+    def _buffer(self, smem: cutlass.memory.SmemAllocator, num_bytes: int, tid: Int32):
         """This row's part of a buffer in shared memory; None for 0 bytes."""
         if num_bytes == 0:
             return None
@@ -137,37 +128,24 @@ class RMSNormFwdStaged(ReductionBase):
         rows = smem.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128)
         return rows[None, self.row_in_cta(tid)].iterator.align(copy.CHUNK)
 
-    def _fetch(self, tensor, at, first: Int32, count: Int32, shared: cute.Pointer, thread: Int32):
-        """Start the copy of a row's slice; where its first element will lie."""
-        pointer = slice_pointer(tensor, at, first)
-        threads = self.tiling.threads_per_row
-        offset = copy.fetch_hull(pointer, count, shared, thread, threads)
-        return copy.at_bytes(shared, offset, pointer.dtype)
+    def _weights(self, tensor, at, first: Int32, thread: Int32):
+        """The thread's vectors of weight or bias; None if there is none."""
+        if tensor is None:
+            return None
+        pointer = weight_pointer(tensor, at, first)
+        count = self.spec.n - first
+        return copy.load_partial(pointer, count, self.tiling, thread, self.spec.weight_align)
 
-    def _weights(self, tensor, at, first: Int32):
-        return None if tensor is None else weight_pointer(tensor, at, first)
-
-    def _vector(self, pointer: cute.Pointer, index: Int32) -> cute.Tensor:
-        """One vector of a row at any offset."""
-        size = pointer.dtype.width // 8
-        access = copy.access_elements(self.tiling.vec, pointer.dtype.width, self.spec.align)
-        start = (pointer + index).align(access * size)
-        return cute.make_tensor(start, cute.make_layout(self.tiling.vec))
-
-    def _get(self, pointer: cute.Pointer, index: Int32) -> cute.TensorSSA:
-        registers = cute.make_rmem_tensor(self.tiling.vec, pointer.dtype)
-        cute.autovec_copy(self._vector(pointer, index), registers)
-        return registers.load().to(Float32)
-
-    def _set(self, pointer: cute.Pointer, index: Int32, values: cute.TensorSSA) -> None:
-        registers = cute.make_rmem_tensor(self.tiling.vec, pointer.dtype)
+    @cute.jit
+    def _put(self, values, pointer: cute.Pointer, count: Int32, shared, thread: Int32):
+        """Round the values to the output's dtype and write them to its row."""
+        registers = copy.make_registers(self.tiling, pointer.dtype)
         registers.store(values.to(pointer.dtype))
-        cute.autovec_copy(registers, self._vector(pointer, index))
-
-    def _value(self, pX: cute.Pointer, pR: cute.Pointer | None, index: Int32) -> cute.TensorSSA:
-        """x, or x + residual."""
-        values = self._get(pX, index)
-        return values if pR is None else values + self._get(pR, index)
+        row = cute.recast_ptr(shared, dtype=pointer.dtype)
+        cute.arch.sync_threads()  # nobody reads the buffer any more
+        copy.store_vectors(registers, row, self.tiling, thread, copy.CHUNK)
+        cute.arch.sync_threads()
+        copy.store_shifted(pointer, count, shared, thread, self.tiling.threads_per_row)
 
 
 def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwdStaged, tuple]:

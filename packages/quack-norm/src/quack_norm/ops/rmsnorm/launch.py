@@ -178,6 +178,10 @@ def _empty(x: Tensor, dense: bool, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)
 
 
+def _same_shape(x: Tensor, *others: Tensor | None) -> bool:
+    return all(other is None or other.shape == x.shape for other in others)
+
+
 def _contiguous(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
@@ -197,12 +201,14 @@ def _forward_cold(
 ) -> Forward:
     """The first call of a kind, empty operands, and operands that must become rows first."""
     options = (eps, weight_offset, out_dtype, residual_dtype)
-    check.forward(x, weight, bias, residual, *options, out)
+    # With more dimensions a launch follows whose launcher checks all but what merging them hides.
+    if x.dim() < 4 or x.numel() == 0 or not _same_shape(x, residual, out):
+        check.forward(x, weight, bias, residual, *options, out)
     if x.numel() == 0:  # torch's own kernels know what to do with nothing
         empty, stored, none = reference.forward(x, weight, bias, residual, *options)
         return empty if out is None else out, stored, none if want_rstd else None
     per_head = 2 in [t.ndim for t in (weight, bias) if t is not None]
-    outer = rows.outer_shape((x, residual, out), per_head)
+    outer = rows.outer_shape((out, x, residual), per_head)  # out is never copied
     given = (x, weight, bias, residual, out)
     packed = (
         rows.as_rows(x, outer),
@@ -215,7 +221,6 @@ def _forward_cold(
         with torch_workspace.relaxed_capture():  # compiling and loading, should a graph record
             _forward[key] = prepare.forward(x, weight, bias, residual, *options, want_rstd, key[-2])
             return forward(x, weight, bias, residual, *options, want_rstd, out)
-    check.same_memory(packed[4], out)
     result, stored, rstd = forward(*packed[:4], *options, want_rstd, packed[4])
     return (
         result.view(x.shape) if out is None else out,
@@ -239,7 +244,8 @@ def _backward_cold(
     per_head: bool,
 ) -> Backward:
     options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head)
-    check.backward(h, weight, dout, rstd, dresidual_out, *options)
+    if h.dim() < 4 or not _same_shape(h, dout, dresidual_out) or rstd.shape != h.shape[:-1]:
+        check.backward(h, weight, dout, rstd, dresidual_out, *options)
     if h.numel() == 0:
         args = (h, weight, dout, rstd, dresidual_out, weight_offset)
         return reference.backward(*args, *options)

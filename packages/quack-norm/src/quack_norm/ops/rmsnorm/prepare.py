@@ -65,7 +65,7 @@ def forward(
     ints = chosen.state_ints
 
     def stay(x, weight, bias, residual, out, h, rstd, _, eps, offset, __):  # type: ignore[no-untyped-def]
-        groups = chosen.groups(spec, _count(x), _heads(spec, x), resident)
+        groups = chosen.groups(spec, _count(x), 1, resident)
         state = torch_workspace.counters(device, ints) if ints else None
         function(x, weight, bias, residual, out, h, rstd, state, eps, offset, groups)
 
@@ -120,12 +120,11 @@ def backward(
         *operands, _, _, offset, _ = args
         heads, groups, work, state = _heads(spec, h), 0, None, None
         if chosen.persistent:
-            groups = chosen.groups(spec, _count(h), heads, resident)
+            groups = chosen.groups(spec, _count(h) // heads, heads, resident)
         elements = chosen.work_elements(spec, groups, heads)
-        if elements:
-            work = torch.empty(elements, dtype=torch.float32, device=h.device)
-        if chosen.state_ints:
-            state = torch_workspace.counters(device, chosen.state_ints)
+        if elements:  # sums over rows: partial ones, and who arrives last
+            work = h.new_empty(elements, dtype=torch.float32)
+            state = torch_workspace.counters(device, chosen.state_ints * heads)
         function(h, *operands, work, state, offset, groups)
 
     return _on_device(launch, device)

@@ -31,7 +31,7 @@ def forward(
     Returns:
         ``(out, h or None, rstd)``; rstd is float32 without the last dimension of x.
     """
-    h = x.float()
+    h = x.contiguous().float()  # the order of a row's sum must not follow strides
     if residual is not None:
         h = h + residual.float()
     rstd = torch.rsqrt(h.square().mean(dim=-1) + eps)
@@ -41,7 +41,7 @@ def forward(
     if bias is not None:
         out = out + bias.float()
     stored = None if residual_dtype is None else _fresh(h, x, residual_dtype)
-    return _fresh(out, x, out_dtype or x.dtype), stored, rstd
+    return out.to(out_dtype or x.dtype), stored, rstd
 
 
 def backward(
@@ -77,8 +77,8 @@ def backward(
     """
     parameter = h.shape[-2:] if per_head else h.shape[-1:]
     scale = rstd.unsqueeze(-1)
-    dy = dout.float()
-    normalised = h.float() * scale
+    dy = dout.contiguous().float()
+    normalised = h.contiguous().float() * scale
     wdy = dy if weight is None else dy * (weight.float() + weight_offset)
     dh = scale * (wdy - normalised * (wdy * normalised).mean(dim=-1, keepdim=True))
     if dresidual_out is not None:
@@ -93,6 +93,6 @@ def backward(
 
 
 def _fresh(values: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to ``dtype``, contiguous, in memory that no operand has."""
-    result = values.to(dtype).contiguous()
+    """Rounded to ``dtype``, in memory that the operand does not have."""
+    result = values.to(dtype)
     return result.clone() if result.data_ptr() == operand.data_ptr() else result

@@ -19,7 +19,8 @@ class RMSNormFwdSpec:
         n: elements of a row.
         rank: 2 for rows ``(M, N)``, 3 for rows ``(M1, M0, N)`` whose outer strides do not merge.
         per_head: weight and bias are ``(M0, N)``; needs rank 3.
-        align: bytes (16, 8, 4 or 2) that divide every address and every outer stride.
+        align: bytes (16, 8, 4 or 2) that divide the addresses and outer strides of all rows.
+        weight_align: the same for weight and bias (and their gradients).
     """
 
     n: int
@@ -34,21 +35,22 @@ class RMSNormFwdSpec:
     per_head: bool = False
     rank: int = 2
     align: int = 16
+    weight_align: int = 16
 
     def __post_init__(self) -> None:
         _check(self)
 
     @property
-    def vec(self) -> int:
-        """Elements that one thread reads together; it depends on N and the dtypes only."""
-        operands = (self.x, self.out, self.weight, self.bias, self.residual, self.residual_out)
-        return vector_length(self.n, operands)
+    def full_vector(self) -> int:
+        """Elements in 128 bits of the narrowest operand."""
+        return full_vector(
+            self.x, self.out, self.weight, self.bias, self.residual, self.residual_out
+        )
 
     @property
-    def full_vectors(self) -> bool:
-        """Whether a vector is 128 bits of the narrowest operand."""
-        operands = (self.x, self.out, self.weight, self.bias, self.residual, self.residual_out)
-        return self.vec == full_vector(operands)
+    def vec(self) -> int:
+        """Elements that one thread reads together; it depends on N and the dtypes only."""
+        return math.gcd(self.full_vector, self.n)
 
     @property
     def name(self) -> str:
@@ -77,6 +79,7 @@ class RMSNormBwdSpec:
     per_head: bool = False
     rank: int = 2
     align: int = 16
+    weight_align: int = 16
 
     def __post_init__(self) -> None:
         _check(self)
@@ -87,7 +90,7 @@ class RMSNormBwdSpec:
     def vec(self) -> int:
         """Elements that one thread reads together; it depends on N and the dtypes only."""
         operands = (self.x, self.dout, self.dx, self.weight, self.dresidual_out, self.dresidual)
-        return vector_length(self.n, operands)
+        return math.gcd(full_vector(*operands), self.n)
 
     @property
     def column_sums(self) -> int:
@@ -100,12 +103,7 @@ class RMSNormBwdSpec:
         return f"rmsnorm_bwd_{dtypes.short(self.x)}_n{self.n}"
 
 
-def vector_length(n: int, operands: tuple[str | None, ...]) -> int:
-    """128 bits of the narrowest operand, cut down to a divisor of the row."""
-    return math.gcd(full_vector(operands), n)
-
-
-def full_vector(operands: tuple[str | None, ...]) -> int:
+def full_vector(*operands: str | None) -> int:
     """Elements in 128 bits of the narrowest operand."""
     return 128 // min(dtypes.width(name) for name in operands if name is not None)
 
@@ -117,5 +115,6 @@ def _check(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> None:
         raise ValueError(f"rank={spec.rank}: must be 2 or 3")
     if spec.per_head and spec.rank != 3:
         raise ValueError("per_head=True needs rank=3")
-    if spec.align not in (2, 4, 8, 16):
-        raise ValueError(f"align={spec.align}: must be 2, 4, 8 or 16 bytes")
+    for name in ("align", "weight_align"):
+        if getattr(spec, name) not in (2, 4, 8, 16):
+            raise ValueError(f"{name}={getattr(spec, name)}: must be 2, 4, 8 or 16 bytes")
