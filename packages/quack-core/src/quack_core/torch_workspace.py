@@ -5,9 +5,9 @@ are zero when it starts. It leaves them zero, so that the next launch on the sam
 cannot start earlier, finds them ready.
 
 * Outside of graph capture they belong to one stream of one device.
-* Inside, every launch gets its own from the graph's memory pool, cleared by a memset node: graphs
-  whose replays overlap share nothing, nor does a replay with an eager launch, and the memory
-  returns with the graph.
+* Inside, every launch gets its own from the graph's memory pool, which the graph clears at each
+  replay: graphs whose replays overlap share nothing, nor does a replay with an eager launch, and
+  the memory returns with the graph.
 
 Needs torch.
 """

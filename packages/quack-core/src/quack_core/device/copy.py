@@ -22,11 +22,19 @@ def access_elements(vec: int, width: int, align: int) -> int:
     return max(1, min(vec, min(align, CHUNK) * 8 // width))
 
 
+def aligned(pointer: cute.Pointer, num_bytes: int) -> cute.Pointer:
+    """The same address, known to be a multiple of ``num_bytes``.
+
+    ``Pointer.align`` would round the address up, at two instructions a time.
+    """
+    return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=num_bytes)
+
+
 def vector_view(pointer: cute.Pointer, tiling: RowTiling, thread: Int32, align: int) -> cute.Tensor:
     """The vectors of one thread in a slice: ((access, 1), accesses per vector, passes)."""
     width = pointer.dtype.width
     access = access_elements(tiling.vec, width, align)
-    start = (pointer + thread * tiling.vec).align(max(width // 8, access * width // 8))
+    start = aligned(pointer + thread * tiling.vec, access * width // 8)
     shape = ((access, 1), tiling.vec // access, tiling.passes)
     stride = ((1, 0), access, tiling.step)
     return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
@@ -184,7 +192,7 @@ def _words(shared: cute.Pointer, chunk: Int32, count: int) -> list[Uint32]:
     registers = cute.make_rmem_tensor(cute.make_layout((4, count)), Uint32)
     for i in range(count):
         start = cute.recast_ptr(shared, dtype=Uint32) + (chunk + i) * 4
-        source = cute.make_tensor(start.align(CHUNK), cute.make_layout(4))
+        source = cute.make_tensor(aligned(start, CHUNK), cute.make_layout(4))
         cute.autovec_copy(source, registers[None, i])
     return [registers[i] for i in range(4 * count)]
 
@@ -215,55 +223,53 @@ def _select(condition: Boolean, a: Uint32, b: Uint32) -> Uint32:
 def read_shifted(
     shared: cute.Pointer,
     offset: Int32,
+    index: Int32,
     count: Int32,
-    tiling: cutlass.Constexpr,
-    thread: Int32,
+    vec: cutlass.Constexpr[int],
     dtype: cutlass.Constexpr,
 ) -> cute.Tensor:
-    """The vectors of a thread from a row that ``fetch_hull`` brought: registers (vec, passes).
+    """A vector of a row that ``fetch_hull`` brought, from element ``index`` on: registers (vec,).
 
-    16-byte reads and a shift in registers; zeros beyond the ``count`` elements of the slice.
+    16-byte reads and a shift in registers; zeros from element ``count`` on. The vector must be a
+    multiple of 16 bytes and ``index`` one of ``vec``.
     """
     size = const_expr(dtype.width // 8)
-    chunks = const_expr(tiling.vec * size // CHUNK)
-    registers = make_registers(tiling, dtype)
-    words = cute.recast_tensor(registers, Uint32)  # (words, passes)
-    for p in cutlass.range_constexpr(tiling.passes):
-        first = thread * tiling.vec + p * tiling.step
-        safe = first if first < count else Int32(0)
-        found = _shift(_words(shared, safe * size // CHUNK, chunks + 1), offset, size == 2)
-        for i in cutlass.range_constexpr(4 * chunks):
-            words[i, p] = found[i]
-        if first + tiling.vec > count:
-            for v in cutlass.range_constexpr(tiling.vec):
-                if first + v >= count:
-                    registers[v, p] = dtype(0)
+    chunks = const_expr(vec * size // CHUNK)
+    registers = cute.make_rmem_tensor(vec, dtype)
+    words = cute.recast_tensor(registers, Uint32)
+    found = _shift(_words(shared, index * size // CHUNK, chunks + 1), offset, size == 2)
+    for i in cutlass.range_constexpr(4 * chunks):
+        words[i] = found[i]
+    if index + vec > count:
+        for v in cutlass.range_constexpr(vec):
+            if index + v >= count:
+                registers[v] = dtype(0)
     return registers
 
 
 @cute.jit
-def load_partial(
+def load_vector(
     pointer: cute.Pointer,
+    index: Int32,
     count: Int32,
-    tiling: cutlass.Constexpr,
-    thread: Int32,
+    vec: cutlass.Constexpr[int],
     align: cutlass.Constexpr[int],
 ) -> cute.Tensor:
-    """As ``load_vectors``, for a slice of ``count`` elements that may end within a vector."""
-    source = vector_view(pointer, tiling, thread, align)
-    registers = make_registers(tiling, pointer.dtype)
-    registers.fill(0)
-    target = register_view(registers, source)
-    atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
-    for p in cutlass.range_constexpr(tiling.passes):
-        first = thread * tiling.vec + p * tiling.step
-        if first + tiling.vec <= count:
-            cute.copy(atom, source[None, None, p], target[None, None, p])
-        else:
-            for v in cutlass.range_constexpr(tiling.vec):
-                if first + v < count:
-                    element = cute.make_tensor(pointer + first + v, cute.make_layout(1))
-                    registers[v, p] = element[0]
+    """Elements ``index`` to ``index + vec`` of a row in memory: registers (vec,).
+
+    Zeros from element ``count`` on, which are not read; ``index`` is a multiple of ``vec``.
+    """
+    registers = cute.make_rmem_tensor(vec, pointer.dtype)
+    access = const_expr(access_elements(vec, pointer.dtype.width, align))
+    start = pointer + index
+    if index + vec <= count:
+        begin = aligned(start, access * const_expr(pointer.dtype.width // 8))
+        cute.autovec_copy(cute.make_tensor(begin, cute.make_layout(vec)), registers)
+    else:
+        registers.fill(0)
+        for v in cutlass.range_constexpr(vec):
+            if index + v < count:
+                registers[v] = cute.make_tensor(start + v, cute.make_layout(1))[0]
     return registers
 
 
@@ -293,7 +299,7 @@ def store_shifted(
         registers = cute.make_rmem_tensor(4, Uint32)
         for i in cutlass.range_constexpr(4):
             registers[i] = words[i]
-        there = (target + Int64(c) * 4).align(CHUNK)
+        there = aligned(target + Int64(c) * 4, CHUNK)
         cute.autovec_copy(registers, cute.make_tensor(there, cute.make_layout(4)))
     element = thread  # single elements: before the first chunk, then behind the last one
     if thread >= head:

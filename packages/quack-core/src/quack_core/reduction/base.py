@@ -5,15 +5,26 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quack_core.device.reduce import SUM, Partial, Reduction, cluster_reduce, cta_reduce, warp_reduce
+from quack_core.device.reduce import (
+    SUM,
+    Partial,
+    Reduction,
+    cluster_post,
+    collect,
+    cta_post,
+    warp_reduce,
+)
 from quack_core.reduction.tiling import WARP, RowTiling
+
+
+Exchange = tuple[cute.Tensor, cute.Tensor, cute.Pointer]
 
 
 class ReductionBase:
     """A kernel whose CTAs own rows, or slices of rows, as ``tiling`` says.
 
-    Shared memory: partial results, and with a cluster one mbarrier per buffer.
-    Use, in order: ``allocate``, ``start_cluster``, then ``reduce`` once per round.
+    Shared memory: a partial result per warp; with a cluster, one per CTA and an mbarrier.
+    Use, in order: ``allocate``, ``start_cluster``, ``join_cluster``; then ``reduce`` once per round.
 
     Args:
         tiling: how a row is spread over threads.
@@ -30,22 +41,29 @@ class ReductionBase:
     def row_in_cta(self, tid: Int32) -> Int32:
         return tid // self.tiling.threads_per_row
 
-    def allocate(
-        self, smem: cutlass.memory.SmemAllocator
-    ) -> tuple[cute.Tensor, cute.Pointer]:
-        """Partial results (width, slots, rows, buffers) and the mbarriers of a cluster."""
+    def allocate(self, smem: cutlass.memory.SmemAllocator) -> Exchange:
+        """Room for partial results: per warp, per CTA of the cluster, and the cluster's mbarriers.
+
+        (width, warps, rows, buffers), (width, cluster, 1, buffers) and (buffers,).
+        """
         tiling = self.tiling
-        shape = (self.reduction.width, tiling.slots, tiling.rows_per_cta, self.buffers)
-        partials = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
-        return partials, smem.allocate_array(Int64, self.buffers)
+        shapes = (
+            (self.reduction.width, tiling.warps_per_row, tiling.rows_per_cta, self.buffers),
+            (self.reduction.width, tiling.cluster, 1, self.buffers),
+        )
+        tensors = (
+            smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+            for shape in shapes
+        )
+        return (*tensors, smem.allocate_array(Int64, self.buffers))
 
     @cute.jit
-    def start_cluster(self, mbar: cute.Pointer, tid: Int32):
+    def start_cluster(self, exchange: Exchange, tid: Int32):
         """Initialise the mbarriers and tell the cluster; ``join_cluster`` waits for the others."""
         if const_expr(self.tiling.cluster > 1):
             if tid == 0:
                 for b in cutlass.range_constexpr(self.buffers):
-                    cute.arch.mbarrier_init(mbar + b, 1)
+                    cute.arch.mbarrier_init(exchange[2] + b, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.cluster_arrive_relaxed()
 
@@ -59,35 +77,31 @@ class ReductionBase:
     def reduce(
         self,
         value: Partial,
-        partials: cute.Tensor,
-        mbar: cute.Pointer,
+        exchange: Exchange,
         tid: Int32,
         round_idx: Int32,
         extra_bytes: cutlass.Constexpr[int] = 0,
     ) -> Partial:
         """``value`` over all threads of the row; each of them gets the result.
 
-        Synchronises: nothing if a row fits a warp, one CTA barrier, or one phase of the cluster's
-        mbarrier, on which ``extra_bytes`` of other messages may complete too.
+        Synchronises: nothing if a row fits a warp; one CTA barrier; with a cluster, one phase of
+        its mbarrier too, on which ``extra_bytes`` of other messages may complete. Afterwards all
+        threads of the row have read what they brought.
         """
-        tiling = const_expr(self.tiling)
-        buffer = round_idx % self.buffers
-        if const_expr(tiling.cluster > 1):
-            phase = (round_idx // self.buffers) % 2
-            return cluster_reduce(
-                value,
-                self.reduction,
-                partials[None, None, None, buffer],
-                mbar + buffer,
-                phase,
-                tiling.cluster,
-                tid,
-                extra_bytes,
-            )
-        elif const_expr(tiling.threads_per_row > WARP):
-            warp_in_row = self.thread_in_row(tid) // WARP
-            row = self.row_in_cta(tid)
-            here = partials[None, None, None, buffer]
-            return cta_reduce(value, self.reduction, here, warp_in_row, row)
-        else:
-            return warp_reduce(value, self.reduction, tiling.threads_per_row)
+        tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
+        warps, ctas, mbar = exchange
+        total = warp_reduce(value, self.reduction, min(WARP, tiling.threads_per_row))
+        if const_expr(tiling.threads_per_row > WARP or tiling.cluster > 1):
+            here, row = warps[None, None, None, buffer], self.row_in_cta(tid)
+            cta_post(total, here, self.thread_in_row(tid) // WARP, row)
+            cute.arch.sync_threads()
+            if const_expr(tiling.cluster == 1):
+                total = collect(here, self.reduction, row)
+            else:
+                there = ctas[None, None, None, buffer]
+                if tid < WARP:
+                    of_cta = collect(here, self.reduction, row)
+                    cluster_post(of_cta, there, mbar + buffer, tiling.cluster, tid, extra_bytes)
+                cute.arch.mbarrier_wait(mbar + buffer, (round_idx // self.buffers) % 2)
+                total = collect(there, self.reduction, Int32(0))
+        return total

@@ -12,6 +12,7 @@ from quack_core.reduction.tiling import RowTiling
 
 FLOATS = 4
 """Columns that a thread adds together: one 128-bit access."""
+ROWS_UNROLL = 4
 
 
 def load_peer(pointer: cute.Pointer, count: int) -> cute.TensorSSA:
@@ -74,15 +75,15 @@ class ColumnSums:
                 total = cute.make_rmem_tensor(FLOATS, Float32)
                 total.fill(0.0)
                 for peer in cutlass.range_constexpr(self.peers):
-                    for r in cutlass.range_constexpr(tiling.rows_per_cta):
-                        here = (shared[None, r].iterator + column).align(4 * FLOATS)
+                    for r in cutlass.range(tiling.rows_per_cta, unroll=ROWS_UNROLL):
+                        here = copy.aligned(shared[None, r].iterator + column, 4 * FLOATS)
                         if const_expr(self.peers == 1):
                             part = cute.make_tensor(here, cute.make_layout(FLOATS)).load()
                         else:
                             there = cute.arch.map_dsmem_ptr(here, Int32(peer))
                             part = load_peer(there, FLOATS)
                         total.store(total.load() + part)
-                into = (work + rank // self.peers * tiling.cols + column).align(4 * FLOATS)
+                into = copy.aligned(work + rank // self.peers * tiling.cols + column, 4 * FLOATS)
                 cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
         self._sync()
 
@@ -132,7 +133,7 @@ class ColumnSums:
                     for j in cutlass.range_constexpr(batch):
                         if base + j < groups:
                             offset = Int64(base + j) * row_stride + column
-                            there = (work + offset).align(4 * FLOATS)
+                            there = copy.aligned(work + offset, 4 * FLOATS)
                             source = cute.make_tensor(there, cute.make_layout(FLOATS))
                             cute.autovec_copy(source, parts[None, j])
                     for j in cutlass.range_constexpr(batch):

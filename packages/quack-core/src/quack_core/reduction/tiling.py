@@ -74,11 +74,6 @@ class RowTiling:
         """Warps of a CTA that share a row; 1 also if several rows share a warp."""
         return max(1, self.threads_per_row // WARP)
 
-    @property
-    def slots(self) -> int:
-        """Partial results of a row that meet in shared memory."""
-        return self.warps_per_row * self.cluster
-
     def owner(self, column: int) -> tuple[int, int, int]:
         """(CTA in the cluster, thread of the row, value of the thread) of an element."""
         rank, column = divmod(column, self.cols)
@@ -88,4 +83,5 @@ class RowTiling:
 
     def shared_bytes(self, width: int = 1, buffers: int = 1) -> int:
         """Bytes that a reduction of ``width`` float32 values needs, barriers included."""
-        return 4 * width * self.slots * self.rows_per_cta * buffers + 8 * buffers + 16
+        partials = self.warps_per_row * self.rows_per_cta + self.cluster
+        return 4 * width * partials * buffers + 8 * buffers + 48

@@ -20,6 +20,7 @@ from .spec import RMSNormBwdSpec
 class RMSNormBwd(ReductionBase):
     """CTAs walk over tiles of rows, each over its own: a repeatable dweight forbids drawing them.
 
+
     Threads: ``threads_per_row`` per row and CTA; each fetches, and reads back, only its own vectors.
     Shared memory: ``stages`` tiles of x, dout and dresidual_out; after the last row the same memory
     holds column sums. Partial dot products, two buffers.
@@ -96,22 +97,16 @@ class RMSNormBwd(ReductionBase):
         smem = cutlass.memory.SmemAllocator()
         ring_bytes = const_expr(max(128, config.ring_bytes(self.spec)))
         ring = smem.allocate_tensor(cutlass.Uint8, cute.make_layout(ring_bytes), byte_alignment=128)
-        partials, mbar = self.allocate(smem)
+        exchange = self.allocate(smem)
         ticket = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
-        self.start_cluster(mbar, tid)
-        inputs = (mX, mDy, mDh)
+        self.start_cluster(exchange, tid)
+        inputs = (mX, mDy, mX if const_expr(mDh is None) else mDh)
         for s in cutlass.range_constexpr(config.stages):
             self._fetch(inputs, ring, row + s * stride, rows, head, row_rank, Int32(s), tid)
 
-        pred = None
-        if const_expr(tiling.ragged):
-            pred = copy.column_predicate(tiling, thread, row_rank, Boolean(True))
-        at = (row, head)
-        rW = None
-        if const_expr(mW is not None):
-            pW = weight_pointer(mW, at, first)
-            rW = copy.load_vectors(pW, tiling, thread, self.spec.weight_align, pred)
-        rDw, rDb = self._zeros(mDw), self._zeros(mDb)
+        rW = self._weight(mW, (row, head), first, thread, row_rank)
+        rDw = self._zeros()
+        rDb = self._zeros() if const_expr(self.spec.dbias is not None) else rDw
         next_rstd = self._rstd(mRstd, row, rows, head)
         self.join_cluster()
 
@@ -119,41 +114,27 @@ class RMSNormBwd(ReductionBase):
         for base in cutlass.range(begin, rows, stride, unroll=1):
             row, rstd = base + self.row_in_cta(tid), next_rstd
             next_rstd = self._rstd(mRstd, row + stride, rows, head)
-            valid = row < rows
-            if const_expr(config.stages > 0):
-                cute.arch.cp_async_wait_group(config.stages - 1)
-            rX = self._read(mX, ring, 0, row, valid, head, row_rank, stage, tid)
-            rDy = self._read(mDy, ring, 1, row, valid, head, row_rank, stage, tid)
-            x, dy = rX.load().to(Float32), rDy.load().to(Float32)
-            xdy = x * dy
-            if const_expr(mDw is not None):
-                rDw.store(rDw.load() + xdy * rstd)
-            if const_expr(mDb is not None):
-                rDb.store(rDb.load() + dy)
-            dot = thread_sum(self._times_weight(xdy, rW, weight_offset))
-            rDh = None
+            self._await()
+            at = (inputs, ring, row, rows, head, row_rank, stage, tid)
+            later = (inputs, ring, row + config.stages * stride, rows, head, row_rank, stage, tid)
+            x, dy = self._read(0, *at), self._read(1, *at)
+            dh_out = self._read(2, *at) if const_expr(mDh is not None and config.keep) else None
+            dot = self._first_pass(x, dy, rstd, rW, rDw, rDb, weight_offset)
             if const_expr(config.keep):
-                if const_expr(mDh is not None):
-                    rDh = self._read(mDh, ring, 2, row, valid, head, row_rank, stage, tid)
-                next_row = row + config.stages * stride
-                self._fetch(inputs, ring, next_row, rows, head, row_rank, stage, tid)
-            (dot,) = self.reduce((dot,), partials, mbar, tid, step)
-            mean = dot * (rstd * rstd * (1 / tiling.n))
+                self._fetch(*later)
+            (dot,) = self.reduce((dot,), exchange, tid, step)
             if const_expr(not config.keep):
-                rX = self._read(mX, ring, 0, row, valid, head, row_rank, stage, tid)
-                rDy = self._read(mDy, ring, 1, row, valid, head, row_rank, stage, tid)
-                x, dy = rX.load().to(Float32), rDy.load().to(Float32)
-                if const_expr(mDh is not None):
-                    rDh = self._read(mDh, ring, 2, row, valid, head, row_rank, stage, tid)
+                x, dy = self._read(0, *at), self._read(1, *at)
+                dh_out = self._read(2, *at) if const_expr(mDh is not None) else None
+            mean = dot * (rstd * rstd * (1 / tiling.n))
             dh = (self._times_weight(dy, rW, weight_offset) - x * mean) * rstd
             if const_expr(mDh is not None):
-                dh = dh + rDh.load().to(Float32)
-            self._put(dh, mDx, row, valid, head, row_rank, thread)
+                dh = dh + dh_out
+            self._put(dh, mDx, row, rows, head, row_rank, thread)
             if const_expr(mDr is not None):
-                self._put(dh, mDr, row, valid, head, row_rank, thread)
+                self._put(dh, mDr, row, rows, head, row_rank, thread)
             if const_expr(not config.keep):
-                next_row = row + config.stages * stride
-                self._fetch(inputs, ring, next_row, rows, head, row_rank, stage, tid)
+                self._fetch(*later)
             step += 1
             stage += 1
             if stage == config.stages:
@@ -163,20 +144,46 @@ class RMSNormBwd(ReductionBase):
                 rDw, rDb, mDw, mDb, mWork, mState, ring, ticket, groups, group, rank, head, tid
             )
 
-    def _zeros(self, mSum):
-        """float32 registers (vec, passes) for a column sum, or None."""
-        if mSum is None:
-            return None
+    def _zeros(self) -> cute.Tensor:
+        """float32 registers (vec, passes) for a column sum."""
         registers = copy.make_registers(self.tiling, Float32)
         registers.fill(0.0)
         return registers
 
-    def _times_weight(self, values, rW, weight_offset: Float32):
+    @cute.jit
+    def _weight(self, mW, at, first: Int32, thread: Int32, row_rank: Int32) -> cute.Tensor:
+        """The thread's vectors of the weight."""
+        if const_expr(mW is None):
+            return self._zeros()
+        else:
+            pred = self._predicate(thread, row_rank, Boolean(True))
+            align = const_expr(self.spec.weight_align)
+            return copy.load_vectors(weight_pointer(mW, at, first), self.tiling, thread, align, pred)
+
+    def _times_weight(self, values, rW: cute.Tensor, weight_offset: Float32):
         """values * (weight + offset)"""
-        if rW is None:
+        if self.spec.weight is None:
             return values
         weight = rW.load().to(Float32)
         return values * (weight + weight_offset if self.spec.offset else weight)
+
+    @cute.jit
+    def _await(self) -> None:
+        """Until the oldest of the thread's rows on their way has arrived."""
+        if const_expr(self.config.stages > 0):
+            cute.arch.cp_async_wait_group(self.config.stages - 1)
+
+    @cute.jit
+    def _first_pass(
+        self, x, dy, rstd: Float32, rW, rDw, rDb, weight_offset: Float32
+    ) -> Float32:
+        """Add the row to dweight and dbias; the thread's part of sum(dout * weight * x)."""
+        xdy = x * dy
+        if const_expr(self.spec.dweight):
+            rDw.store(rDw.load() + xdy * rstd)
+        if const_expr(self.spec.dbias is not None):
+            rDb.store(rDb.load() + dy)
+        return thread_sum(self._times_weight(xdy, rW, weight_offset))
 
     def _coordinates(self, mX, row: Int32, head: Int32) -> tuple[Int32, ...]:
         if self.spec.rank == 2:
@@ -200,7 +207,7 @@ class RMSNormBwd(ReductionBase):
         sizes = [tiling.cols * tiling.rows_per_cta * _size(name) for name in names if name]
         start = sum(sizes[:index]) * self.config.stages
         shape = (tiling.cols, tiling.rows_per_cta, self.config.stages)
-        base = cute.recast_ptr((ring.iterator + start).align(128), dtype=tensor.element_type)
+        base = cute.recast_ptr(copy.aligned(ring.iterator + start, 128), dtype=tensor.element_type)
         stages = cute.make_tensor(base, cute.make_layout(shape))
         return stages[None, self.row_in_cta(tid), stage].iterator
 
@@ -214,11 +221,10 @@ class RMSNormBwd(ReductionBase):
             valid = row < rows
             # A predicate, not a branch: DSL 4.8 mixes up variables that are None inside an `if`.
             pred = copy.column_predicate(tiling, thread, row_rank, valid)
-            for i in cutlass.range_constexpr(3):
-                if const_expr(inputs[i] is not None):
-                    source = self._pointer(inputs[i], row, valid, head, row_rank)
-                    target = self._slot(inputs[i], ring, i, stage, tid)
-                    copy.fetch_vectors(source, target, tiling, thread, self.spec.align, pred)
+            for i in cutlass.range_constexpr(2 if self.spec.dresidual_out is None else 3):
+                source = self._pointer(inputs[i], row, valid, head, row_rank)
+                target = self._slot(inputs[i], ring, i, stage, tid)
+                copy.fetch_vectors(source, target, tiling, thread, self.spec.align, pred)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -230,29 +236,34 @@ class RMSNormBwd(ReductionBase):
     @cute.jit
     def _read(
         self,
-        tensor,
-        ring,
         index: cutlass.Constexpr[int],
+        inputs,
+        ring,
         row: Int32,
-        valid: Boolean,
+        rows: Int32,
         head: Int32,
         row_rank: Int32,
         stage: Int32,
         tid: Int32,
     ):
-        """The thread's vectors of a row; zeros outside."""
-        thread = self.thread_in_row(tid)
+        """The thread's vectors of a row of an input in float32; zeros outside."""
+        tensor, tiling, thread = inputs[index], const_expr(self.tiling), self.thread_in_row(tid)
+        valid = row < rows
         pred = self._predicate(thread, row_rank, valid)
         if const_expr(self.config.stages > 0):
             pointer = self._slot(tensor, ring, index, stage, tid)
-            return copy.load_vectors(pointer, self.tiling, thread, copy.CHUNK, pred)
+            align = const_expr(copy.CHUNK)
         else:
             pointer = self._pointer(tensor, row, valid, head, row_rank)
-            return copy.load_vectors(pointer, self.tiling, thread, self.spec.align, pred)
+            align = const_expr(self.spec.align)
+        return copy.load_vectors(pointer, tiling, thread, align, pred).load().to(Float32)
 
     @cute.jit
-    def _put(self, values, tensor, row: Int32, valid: Boolean, head: Int32, row_rank: Int32, thread: Int32):
+    def _put(
+        self, values, tensor, row: Int32, rows: Int32, head: Int32, row_rank: Int32, thread: Int32
+    ):
         """Round the values to the output's dtype and write them to its row."""
+        valid = row < rows
         pred = self._predicate(thread, row_rank, valid)
         pointer = self._pointer(tensor, row, valid, head, row_rank)
         store_row(values, pointer, self.tiling, thread, self.spec.align, pred)
@@ -284,7 +295,8 @@ class RMSNormBwd(ReductionBase):
         )
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        registers, outputs = _present(rDw, rDb), _present(mDw, mDb)
+        outputs = [output for output in (mDw, mDb) if output is not None]
+        registers = [rDb] if mDw is None else [rDw, rDb]
         for i in cutlass.range_constexpr(count):
             self.sums.partial(registers[i], shared, mine + i * columns, rank, tid)
         counters = mState.iterator + head * self.config.cluster
@@ -302,10 +314,6 @@ class RMSNormBwd(ReductionBase):
 
     def _of_head(self, tensor: cute.Tensor, head: Int32) -> cute.Tensor:
         return tensor[head, None] if self.spec.per_head else tensor
-
-
-def _present(*values):
-    return tuple(value for value in values if value is not None)
 
 
 def _size(name: str) -> int:

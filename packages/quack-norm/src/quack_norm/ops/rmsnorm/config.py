@@ -85,12 +85,12 @@ class FwdConfig:
             return self.stages * rows + tiling.shared_bytes(buffers=2) + 1024 + 64
         return tiling.shared_bytes() + 1024
 
-    def staged_bytes(self, spec: RMSNormFwdSpec) -> tuple[int, int]:
-        """Per row in shared memory: the chunks of x, or of an output, and those of residual."""
+    def staged_bytes(self, spec: RMSNormFwdSpec) -> tuple[int, int, int]:
+        """Per row in shared memory: the chunks of x, of residual, and one output."""
         cols = self.tiling(spec).cols
-        widest = max(dtypes.width(name) for name in (spec.x, spec.out, spec.residual_out) if name)
+        out = max(dtypes.width(name) for name in (spec.out, spec.residual_out) if name)
         residual = hull_bytes(cols, dtypes.width(spec.residual)) if spec.residual else 0
-        return hull_bytes(cols, widest), residual
+        return hull_bytes(cols, dtypes.width(spec.x)), residual, hull_bytes(cols, out)
 
     def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
         """Clusters to launch if the kernel is persistent."""
@@ -106,7 +106,7 @@ class BwdConfig:
         rows_per_cta: rows side by side in a CTA.
         split: CTAs of a cluster that share the columns of a row.
         peers: CTAs of a cluster that have the same columns and add their column sums first.
-        stages: rows in flight in shared memory per thread; 0: rows come straight into registers.
+        stages: rows in flight in shared memory; 0: rows come straight into registers.
         keep: x and dout stay in registers between the two passes over a row; else they are read
             again, from shared or global memory.
         ctas_per_sm: CTAs that should stay on an SM together.
@@ -245,14 +245,14 @@ def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
         return False
     held = [spec.weight, *([spec.x, spec.dout, spec.dresidual_out] if config.keep else [])]
     words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
-    return config.tiling(spec).values * words <= config.registers - 32
+    return config.tiling(spec).values * words <= config.registers - 40
 
 
 def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
     """Configurations that could serve, best first."""
     inputs = (spec.x, spec.dout, spec.dresidual_out)
     bits = min(min(spec.vec * dtypes.width(name), 8 * spec.align) for name in inputs if name)
-    ring = (3, 2, 1) if bits >= 32 else (0,)  # cp.async moves at least 4 bytes
+    ring = (2, 1, 0) if bits >= 32 else (0,)  # cp.async moves at least 4 bytes
     for keep in (True, False):
         for values in (16, 32):
             for split in clusters(spec.n, 512 * values):
@@ -264,7 +264,7 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
                     for ctas in (2, 1) if threads * rows <= 256 else (1,):
                         yield BwdConfig(threads, rows, split, peers, stages, keep, ctas)
     for split in clusters(spec.n, 32768):
-        yield BwdConfig(1024, split=split, stages=0, keep=False)
+        yield BwdConfig(1024, split=split, keep=False)
 
 
 def clusters(n: int, cols: int) -> Iterator[int]:

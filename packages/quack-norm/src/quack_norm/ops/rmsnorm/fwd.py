@@ -70,10 +70,8 @@ class RMSNormFwd(ReductionBase):
         if const_expr(tiling.ragged or tiling.rows_per_cta > 1):
             pred = copy.column_predicate(tiling, thread, rank, valid)
         smem = cutlass.memory.SmemAllocator()
-        partials, mbar = self.allocate(smem)
-        if const_expr(self.config.ctas_per_sm > 0):
-            smem.allocate_tensor(cutlass.Uint8, cute.make_layout(233472 // self.config.ctas_per_sm - 1024 - 512), byte_alignment=16)
-        self.start_cluster(mbar, tid)
+        exchange = self.allocate(smem)
+        self.start_cluster(exchange, tid)
 
         # All loads are under way before the first value is used.
         rX = copy.load_vectors(slice_pointer(mX, at, first), tiling, thread, align, pred)
@@ -91,7 +89,7 @@ class RMSNormFwd(ReductionBase):
             h = h + rR.load().to(Float32)
 
         self.join_cluster()
-        (square_sum,) = self.reduce((thread_sum(h * h),), partials, mbar, tid, Int32(0))
+        (square_sum,) = self.reduce((thread_sum(h * h),), exchange, tid, Int32(0))
         rstd = fast_math.rsqrt(square_sum * (1 / tiling.n) + eps)
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr
 from quack_core.device import copy, fast_math
 from quack_core.device.reduce import thread_sum
 from quack_core.reduction.base import ReductionBase
+from quack_core.reduction.tiling import WARP
 
 from .config import FwdConfig
 from .fwd import (
@@ -88,9 +89,9 @@ class RMSNormFwdRing(ReductionBase):
 
         smem = cutlass.memory.SmemAllocator()
         sX, sR = (self._ring(smem, tensor) for tensor in (mX, mR))  # (cols, stages)
-        partials, mbar = self.allocate(smem)
+        exchange = self.allocate(smem)
         tickets = smem.allocate_tensor(Int32, cute.make_layout(2), byte_alignment=8)
-        self.start_cluster(mbar, tid)
+        self.start_cluster(exchange, tid)
 
         stages = const_expr(self.config.stages)
         queue = cute.make_rmem_tensor(cute.make_layout(stages), Int32)  # the rows after this one
@@ -117,9 +118,9 @@ class RMSNormFwdRing(ReductionBase):
                 h = h + self._read(sR, stage, tid, pred)
             partial = thread_sum(h * h)
             self._fetch(mX, mR, sX, sR, queue[stages - 1], rows, rank, stage, tid)
-            self._send_ticket(ticket, tickets, mbar, tid, rank, step)
+            self._send_ticket(ticket, tickets, exchange[2], tid, rank, step)
             extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
-            (square_sum,) = self.reduce((partial,), partials, mbar, tid, step, extra)
+            (square_sum,) = self.reduce((partial,), exchange, tid, step, extra)
             rstd = fast_math.rsqrt(square_sum * (1 / tiling.n) + eps)
             row = queue[0]
             for s in cutlass.range_constexpr(stages - 1):
@@ -138,7 +139,7 @@ class RMSNormFwdRing(ReductionBase):
             stage += 1
             if stage == stages:
                 stage = Int32(0)
-        if tid == 0 and rank == 0:
+        if tid == 0 and rank == 0 and drawn < rows:
             leave(mState, groups)
 
     def _ring(self, smem: cutlass.memory.SmemAllocator, tensor: cute.Tensor | None):
@@ -180,7 +181,7 @@ class RMSNormFwdRing(ReductionBase):
             if tid == 0:
                 tickets[buffer] = ticket
         else:
-            if rank == 0 and tid < 32:
+            if rank == 0 and tid < WARP:
                 value = cute.arch.shuffle_sync(ticket, 0)
                 if tid < self.tiling.cluster:
                     slot = tickets.iterator + buffer

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import copy, fast_math
 from quack_core.device.reduce import thread_sum
+from quack_core.jit.compile import to_cute
 from quack_core.reduction.base import ReductionBase
 
 from .config import FwdConfig
@@ -27,13 +28,17 @@ from .fwd import (
 from .spec import RMSNormFwdSpec
 
 
+UNROLL = 2
+
+
 class RMSNormFwdStaged(ReductionBase):
     """A CTA, or a cluster of CTAs that share the columns, normalises ``rows_per_cta`` rows.
 
-    Threads: ``threads_per_row`` per row and CTA, each holding its part of the row in registers.
-    Shared memory: per row the chunks of x, and of residual; outputs take the place of x. Partial
-    sums.
-    Synchronises: the reduction, and three CTA barriers (two more for residual_out).
+    Threads: ``threads_per_row`` per row and CTA, walking over the row in shared memory twice: to
+    sum and to scale it.
+    Shared memory: per row the chunks of x, of residual, and one output from its beginning on.
+    Partial sums.
+    Synchronises: the reduction, and two CTA barriers (two more for residual_out).
     Traffic: every operand once; weight and bias once per row, from L1 or L2.
     """
 
@@ -81,34 +86,46 @@ class RMSNormFwdStaged(ReductionBase):
         count = self._count(first, valid)  # elements of this CTA's slice
 
         smem = cutlass.memory.SmemAllocator()
-        sX, sR = (self._buffer(smem, size, tid) for size in self.config.staged_bytes(self.spec))
+        sizes = self.config.staged_bytes(self.spec)
+        sX, sR, sY = (self._buffer(smem, num_bytes, tid) for num_bytes in sizes)
         partials, mbar = self.allocate(smem)
         self.start_cluster(mbar, tid)
-        pX, pR = slice_pointer(mX, at, first), None
-        oX = copy.fetch_hull(pX, count, sX, thread, tiling.threads_per_row)
+        threads = const_expr(tiling.threads_per_row)
+        staged = [(sX, copy.fetch_hull(slice_pointer(mX, at, first), count, sX, thread, threads))]
         if const_expr(mR is not None):
             pR = slice_pointer(mR, at, first)
-            oR = copy.fetch_hull(pR, count, sR, thread, tiling.threads_per_row)
+            staged.append((sR, copy.fetch_hull(pR, count, sR, thread, threads)))
         cute.arch.cp_async_commit_group()
-        rW, rB = self._weights(mW, at, first, thread), self._weights(mB, at, first, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        rX = copy.read_shifted(sX, oX, count, tiling, thread, pX.dtype)  # (vec, passes)
-        h = rX.load().to(Float32)
-        if const_expr(mR is not None):
-            rR = copy.read_shifted(sR, oR, count, tiling, thread, pR.dtype)
-            h = h + rR.load().to(Float32)
+        square_sum = Float32(0.0)
+        for index in cutlass.range(thread * tiling.vec, count, tiling.step, unroll=UNROLL):
+            h = self._value(staged, index, count)
+            square_sum += thread_sum(h * h)
         self.join_cluster()
-        (square_sum,) = self.reduce((thread_sum(h * h),), partials, mbar, tid, Int32(0))
+        (square_sum,) = self.reduce((square_sum,), partials, mbar, tid, Int32(0))
         rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
+
         if const_expr(mH is not None):
-            self._put(h, slice_pointer(mH, at, first), count, sX, thread)
-        y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
-        self._put(y, slice_pointer(mY, at, first), count, sX, thread)
+            pH = slice_pointer(mH, at, first)
+            for index in cutlass.range(thread * tiling.vec, count, tiling.step, unroll=UNROLL):
+                self._set(sY, pH.dtype, index, self._value(staged, index, count))
+            cute.arch.sync_threads()
+            copy.store_shifted(pH, count, sY, thread, threads)
+            cute.arch.sync_threads()
+        pY = slice_pointer(mY, at, first)
+        for index in cutlass.range(thread * tiling.vec, count, tiling.step, unroll=UNROLL):
+            y = self._value(staged, index, count) * rstd
+            rW = self._weight(mW, at, first, index, count)
+            rB = self._weight(mB, at, first, index, count)
+            y = scale(y, rW, rB, weight_offset, self.spec.offset)
+            self._set(sY, pY.dtype, index, y)
+        cute.arch.sync_threads()
+        copy.store_shifted(pY, count, sY, thread, threads)
 
     @cute.jit
     def _count(self, first: Int32, valid: Boolean) -> Int32:
@@ -126,26 +143,31 @@ class RMSNormFwdStaged(ReductionBase):
             return None
         layout = cute.make_layout((num_bytes, self.tiling.rows_per_cta))
         rows = smem.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128)
-        return rows[None, self.row_in_cta(tid)].iterator.align(copy.CHUNK)
+        return copy.aligned(rows[None, self.row_in_cta(tid)].iterator, copy.CHUNK)
 
-    def _weights(self, tensor, at, first: Int32, thread: Int32):
-        """The thread's vectors of weight or bias; None if there is none."""
+    def _value(self, staged: list, index: Int32, count: Int32) -> cute.TensorSSA:
+        """x, or x + residual, in float32 from element ``index`` on."""
+        names = (self.spec.x, self.spec.residual)
+        values = None
+        for (shared, offset), name in zip(staged, names, strict=False):
+            dtype, vec = to_cute(name), self.tiling.vec
+            found = copy.read_shifted(shared, offset, index, count, vec, dtype).load().to(Float32)
+            values = found if values is None else values + found
+        return values
+
+    def _weight(self, tensor, at, first: Int32, index: Int32, count: Int32):
+        """Weight or bias from element ``index`` of the slice on; None if there is none."""
         if tensor is None:
             return None
-        pointer = weight_pointer(tensor, at, first)
-        count = self.spec.n - first
-        return copy.load_partial(pointer, count, self.tiling, thread, self.spec.weight_align)
+        pointer, align = weight_pointer(tensor, at, first), self.spec.weight_align
+        return copy.load_vector(pointer, index, count, self.tiling.vec, align)
 
-    @cute.jit
-    def _put(self, values, pointer: cute.Pointer, count: Int32, shared, thread: Int32):
-        """Round the values to the output's dtype and write them to its row."""
-        registers = copy.make_registers(self.tiling, pointer.dtype)
-        registers.store(values.to(pointer.dtype))
-        row = cute.recast_ptr(shared, dtype=pointer.dtype)
-        cute.arch.sync_threads()  # nobody reads the buffer any more
-        copy.store_vectors(registers, row, self.tiling, thread, copy.CHUNK)
-        cute.arch.sync_threads()
-        copy.store_shifted(pointer, count, shared, thread, self.tiling.threads_per_row)
+    def _set(self, shared: cute.Pointer, dtype, index: Int32, values: cute.TensorSSA) -> None:
+        """Round the values and put them in their place in the output's row."""
+        registers = cute.make_rmem_tensor(self.tiling.vec, dtype)
+        registers.store(values.to(dtype))
+        there = copy.aligned(cute.recast_ptr(shared, dtype=dtype) + index, copy.CHUNK)
+        cute.autovec_copy(registers, cute.make_tensor(there, cute.make_layout(self.tiling.vec)))
 
 
 def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwdStaged, tuple]:
