@@ -1,13 +1,10 @@
-"""The torch side of operators: dtypes, the eager predicate, registration, counters."""
-
-import threading
-from collections.abc import Iterator
+"""The torch side of operators: dtypes, the eager predicate, registration."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from quack_core import dtypes, torch_op, torch_workspace
+from quack_core import dtypes, torch_op
 from quack_core.errors import DTypeError, UnsupportedError
 
 
@@ -128,67 +125,3 @@ def test_register_defines_an_operator_that_torch_accepts() -> None:
     with pytest.raises(ValueError, match="one dimension"):
         scale(torch.empty(7, 2, device="meta"), 2.0)
     torch.library.opcheck(scale, (x, 2.0))
-
-
-class Streams:
-    """Stands in for CUDA: the current stream, and whether it records."""
-
-    def __init__(self) -> None:
-        self.current, self.recording, self.made = 7, False, 0
-
-    def zeros(self, device: int, count: int) -> Tensor:
-        self.made += 1
-        return torch.zeros(count, dtype=torch.int32)
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    fake = Streams()
-    monkeypatch.setattr(torch_workspace, "_current_stream", lambda device: fake.current)
-    monkeypatch.setattr(torch_workspace, "_is_capturing", lambda: fake.recording)
-    monkeypatch.setattr(torch_workspace, "_zeros", fake.zeros)
-    monkeypatch.setattr(torch_workspace, "_owned", {})
-    yield fake
-
-
-def test_counters_belong_to_a_stream_of_a_device(streams: Streams) -> None:
-    first = torch_workspace.counters(0, 2)
-    assert torch_workspace.counters(0, 2) is first
-    assert torch_workspace.counters(1, 2) is not first
-    assert torch_workspace.counters(0, 4).shape == (4,)
-    streams.current = 8
-    assert torch_workspace.counters(0, 2) is not first
-    streams.current = 7
-    assert torch_workspace.counters(0, 2) is first
-    assert streams.made == 4
-
-
-def test_every_recorded_launch_has_its_own(streams: Streams) -> None:
-    eager = torch_workspace.counters(0, 2)
-    streams.recording = True
-    recorded = [torch_workspace.counters(0, 2) for _ in range(3)]
-    assert len({id(state) for state in [eager, *recorded]}) == 4
-    streams.recording = False
-    assert torch_workspace.counters(0, 2) is eager
-
-
-def test_threads_on_one_stream_agree(streams: Streams) -> None:
-    barrier, found = threading.Barrier(8), []
-
-    def ask() -> None:
-        barrier.wait()
-        found.append(torch_workspace.counters(0, 2))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({id(state) for state in found}) == 1
-    assert streams.made == 1
-
-
-def test_release_forgets(streams: Streams) -> None:
-    first = torch_workspace.counters(0, 2)
-    torch_workspace.release()
-    assert torch_workspace.counters(0, 2) is not first

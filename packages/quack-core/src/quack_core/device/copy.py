@@ -1,9 +1,9 @@
 """Copies between global memory, shared memory and registers, for any row length and alignment.
 
-Two ways lead from a row in global memory to the vectors of a thread (``RowTiling``):
-* directly, in accesses as wide as the alignment allows (``load_vectors``, ``store_vectors``);
-* through shared memory (``fetch_hull``, ``read_shifted``, ``store_shifted``): rows whose addresses are not multiples of
-  16 bytes still move in 16-byte accesses.
+* Rows of whole vectors (``RowTiling``): ``load_vectors``, ``store_vectors`` and, through shared
+  memory, ``fetch_vectors``, in accesses as wide as the alignment allows.
+* Rows that are no whole number of vectors and begin anywhere: ``load_covering``, ``align_vectors``
+  and ``store_vector`` work on 16-byte pieces of memory that cover the row.
 """
 
 import cutlass
@@ -145,165 +145,127 @@ def can_fetch(vec: int, width: int, align: int) -> bool:
     return access_elements(vec, width, align) * width >= 32
 
 
-def hull_bytes(cols: int, width: int) -> int:
-    """Shared memory for ``cols`` elements at any offset within a chunk."""
-    return (cols * width // 8 + 2 * CHUNK - 1) // CHUNK * CHUNK
-
-
-def chunk_offset(pointer: cute.Pointer) -> Int32:
-    """Bytes between the 16-byte chunk that holds the address and the address."""
-    return Int32(pointer.toint() & Int64(CHUNK - 1))
+def vector_offset(pointer: cute.Pointer, vec: int) -> Int32:
+    """Elements between the last multiple of ``vec`` elements in memory and the address."""
+    shift = (pointer.dtype.width // 8).bit_length() - 1
+    return Int32((pointer.toint() >> shift) & Int64(vec - 1))
 
 
 @cute.jit
-def fetch_hull(
+def load_covering(
     pointer: cute.Pointer,
+    begin: Int32,
     count: Int32,
-    shared: cute.Pointer,
+    tiling: cutlass.Constexpr,
     thread: Int32,
-    num_threads: cutlass.Constexpr[int],
-) -> Int32:
-    """Start cp.async of ``count`` elements from any address, in 16-byte chunks.
+    align: cutlass.Constexpr[int],
+) -> cute.Tensor:
+    """Vectors of a thread from element ``begin`` (not above 0) of a row on: registers (vec, passes).
 
-    The first chunk begins up to 14 bytes before the address: in the same 16-byte block as a byte
-    of the row, hence inside the allocation. The last one reads no byte behind the row. Commit,
-    wait and barrier are the caller's: threads read what others fetched.
+    An access takes place if it meets an element ``0 <= e < count``; then all of it is read, which
+    is safe where ``align`` is 16, because 16 aligned bytes never straddle the end of an
+    allocation. Elements outside may hold anything where accesses are made, zeros elsewhere.
 
-    Returns:
-        The offset in bytes at which the row begins in ``shared`` (16-byte aligned,
-        ``hull_bytes`` long).
+    Args:
+        align: bytes that divide the address of element ``begin``.
     """
-    offset = chunk_offset(pointer)
-    num_bytes = offset + count * const_expr(pointer.dtype.width // 8)
-    source = pointer.toint() - Int64(offset)
-    target = shared.toint()
-    for at in cutlass.range(thread * CHUNK, num_bytes, num_threads * CHUNK, unroll=4):
-        rest = num_bytes - at
-        size = rest if rest < CHUNK else Int32(CHUNK)
-        cute.arch.inline_ptx(
-            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-            read_only_args=[Int32(target) + at, source + Int64(at), size],
-        )
-    return offset
+    source = vector_view(pointer + begin, tiling, thread, align)
+    registers = make_registers(tiling, pointer.dtype)
+    registers.fill(0)
+    access = const_expr(source.shape[0][0])
+    layout = cute.make_layout((1, *source.shape[1:]))
+    pred = cute.make_rmem_tensor(layout, Boolean)
+    for p in cutlass.range_constexpr(tiling.passes):
+        for a in cutlass.range_constexpr(source.shape[1]):
+            index = begin + thread * tiling.vec + p * tiling.step + a * access
+            pred[0, a, p] = (index + access > 0) & (index < count)
+    atom = _atom(CopyUniversalOp(), pointer.dtype, access)
+    cute.copy(atom, source, register_view(registers, source), pred=pred)
+    return registers
 
 
-def _words(shared: cute.Pointer, chunk: Int32, count: int) -> list[Uint32]:
-    """``count`` 16-byte chunks of shared memory as 32-bit words."""
-    registers = cute.make_rmem_tensor(cute.make_layout((4, count)), Uint32)
-    for i in range(count):
-        start = cute.recast_ptr(shared, dtype=Uint32) + (chunk + i) * 4
-        source = cute.make_tensor(aligned(start, CHUNK), cute.make_layout(4))
-        cute.autovec_copy(source, registers[None, i])
-    return [registers[i] for i in range(4 * count)]
+@cute.jit
+def clear_outside(
+    registers: cute.Tensor, begin: Int32, count: Int32, tiling: cutlass.Constexpr, thread: Int32
+) -> None:
+    """Set the elements outside ``0 <= e < count`` of ``load_covering`` to zero."""
+    for p in cutlass.range_constexpr(tiling.passes):
+        index = begin + thread * tiling.vec + p * tiling.step
+        if index < 0 or index + tiling.vec > count:
+            for v in cutlass.range_constexpr(tiling.vec):
+                if index + v < 0 or index + v >= count:
+                    registers[v, p] = registers.element_type(0)
 
 
-def _shift(words: list[Uint32], offset: Int32, sub_word: bool) -> list[Uint32]:
-    """The words that begin ``offset`` (0 to 15, the same for all threads) bytes further on."""
-    for bit, distance in ((8, 2), (4, 1)):
-        far = (offset & bit) != 0
-        words = [
-            _select(far, after, word)
-            for word, after in zip(words, words[distance:], strict=False)
-        ]
-    if sub_word:  # two 16-bit elements per word
-        selector = _select((offset & 2) != 0, Uint32(0x5432), Uint32(0x3210))
-        words = [
-            Uint32(cute.arch.prmt(word, after, selector))
-            for word, after in zip(words, words[1:], strict=False)
-        ]
-    return words
+@cute.jit
+def align_vectors(
+    pointer: cute.Pointer,
+    offset: Int32,
+    count: Int32,
+    tiling: cutlass.Constexpr,
+    thread: Int32,
+) -> cute.Tensor:
+    """Vectors that begin ``offset`` elements before those of ``load_vectors``: (vec, passes).
+
+    For a row whose address is a multiple of 16 bytes: pairs of whole vectors, shifted in registers.
+    Elements outside the row may hold anything.
+
+    Args:
+        offset: 0 to vec - 1; it should be the same for all threads of a warp.
+    """
+    vec, size = const_expr(tiling.vec), const_expr(pointer.dtype.width // 8)
+    begin = Int32(-vec) if offset > 0 else Int32(0)
+    back = (vec - offset) * size if offset > 0 else Int32(0)
+    low = load_covering(pointer, begin, count, tiling, thread, CHUNK)
+    high = load_covering(pointer, begin + vec, count, tiling, thread, CHUNK)
+    registers = make_registers(tiling, pointer.dtype)
+    target, halves = cute.recast_tensor(registers, Uint32), (low, high)
+    for p in cutlass.range_constexpr(tiling.passes):
+        words = [cute.recast_tensor(half, Uint32)[i, p] for half in halves for i in range(vec * size // 4)]
+        found = _shift(words, back, vec * size)
+        for i in cutlass.range_constexpr(vec * size // 4):
+            target[i, p] = found[i]
+    return registers
+
+
+@cute.jit
+def store_vector(
+    registers: cute.Tensor,
+    pointer: cute.Pointer,
+    index: Int32,
+    count: Int32,
+    align: cutlass.Constexpr[int],
+) -> None:
+    """Registers (vec,) to elements ``index`` and following, those with ``0 <= element < count``."""
+    vec = const_expr(cute.size(registers))
+    start = pointer + index
+    if index >= 0 and index + vec <= count:
+        begin = aligned(start, _access_bytes(vec, pointer, align))
+        cute.autovec_copy(registers, cute.make_tensor(begin, cute.make_layout(vec)))
+    else:
+        for v in cutlass.range_constexpr(vec):
+            if index + v >= 0 and index + v < count:
+                cute.make_tensor(start + v, cute.make_layout(1))[0] = registers[v]
+
+
+def _access_bytes(vec: int, pointer: cute.Pointer, align: int) -> int:
+    width = pointer.dtype.width
+    return access_elements(vec, width, align) * width // 8
+
+
+def _shift(words: list[Uint32], num_bytes: Int32, limit: int) -> list[Uint32]:
+    """The words that begin ``num_bytes`` (even, below ``limit``) further on."""
+    distance = limit // 8
+    while distance:
+        far = (num_bytes & (4 * distance)) != 0
+        pairs = zip(words, words[distance:], strict=False)
+        words = [_select(far, after, word) for word, after in pairs]
+        distance //= 2
+    selector = _select((num_bytes & 2) != 0, Uint32(0x5432), Uint32(0x3210))
+    pairs = zip(words, words[1:], strict=False)
+    return [Uint32(cute.arch.prmt(word, after, selector)) for word, after in pairs]
 
 
 @cute.jit
 def _select(condition: Boolean, a: Uint32, b: Uint32) -> Uint32:
     return a if condition else b
-
-
-@cute.jit
-def read_shifted(
-    shared: cute.Pointer,
-    offset: Int32,
-    index: Int32,
-    count: Int32,
-    vec: cutlass.Constexpr[int],
-    dtype: cutlass.Constexpr,
-) -> cute.Tensor:
-    """A vector of a row that ``fetch_hull`` brought, from element ``index`` on: registers (vec,).
-
-    16-byte reads and a shift in registers; zeros from element ``count`` on. The vector must be a
-    multiple of 16 bytes and ``index`` one of ``vec``.
-    """
-    size = const_expr(dtype.width // 8)
-    chunks = const_expr(vec * size // CHUNK)
-    registers = cute.make_rmem_tensor(vec, dtype)
-    words = cute.recast_tensor(registers, Uint32)
-    found = _shift(_words(shared, index * size // CHUNK, chunks + 1), offset, size == 2)
-    for i in cutlass.range_constexpr(4 * chunks):
-        words[i] = found[i]
-    if index + vec > count:
-        for v in cutlass.range_constexpr(vec):
-            if index + v >= count:
-                registers[v] = dtype(0)
-    return registers
-
-
-@cute.jit
-def load_vector(
-    pointer: cute.Pointer,
-    index: Int32,
-    count: Int32,
-    vec: cutlass.Constexpr[int],
-    align: cutlass.Constexpr[int],
-) -> cute.Tensor:
-    """Elements ``index`` to ``index + vec`` of a row in memory: registers (vec,).
-
-    Zeros from element ``count`` on, which are not read; ``index`` is a multiple of ``vec``.
-    """
-    registers = cute.make_rmem_tensor(vec, pointer.dtype)
-    access = const_expr(access_elements(vec, pointer.dtype.width, align))
-    start = pointer + index
-    if index + vec <= count:
-        begin = aligned(start, access * const_expr(pointer.dtype.width // 8))
-        cute.autovec_copy(cute.make_tensor(begin, cute.make_layout(vec)), registers)
-    else:
-        registers.fill(0)
-        for v in cutlass.range_constexpr(vec):
-            if index + v < count:
-                registers[v] = cute.make_tensor(start + v, cute.make_layout(1))[0]
-    return registers
-
-
-@cute.jit
-def store_shifted(
-    pointer: cute.Pointer,
-    count: Int32,
-    shared: cute.Pointer,
-    thread: Int32,
-    num_threads: cutlass.Constexpr[int],
-) -> None:
-    """Write ``count`` elements to any address: whole 16-byte chunks, single elements at the ends.
-
-    They lie in ``shared`` from its beginning on, behind a barrier; chunks are put together from
-    two 16-byte reads and a shift in registers.
-    """
-    dtype = pointer.dtype
-    size = const_expr(dtype.width // 8)
-    per_chunk = const_expr(CHUNK // size)
-    head = (Int32(CHUNK) - chunk_offset(pointer)) % CHUNK // size  # elements before the first chunk
-    head = head if head < count else count
-    whole = (count - head) // per_chunk
-    target = cute.recast_ptr(pointer + head, dtype=Uint32)
-    offset = head * size
-    for c in cutlass.range(thread, whole, num_threads, unroll=4):
-        words = _shift(_words(shared, c, 2), offset, size == 2)
-        registers = cute.make_rmem_tensor(4, Uint32)
-        for i in cutlass.range_constexpr(4):
-            registers[i] = words[i]
-        there = aligned(target + Int64(c) * 4, CHUNK)
-        cute.autovec_copy(registers, cute.make_tensor(there, cute.make_layout(4)))
-    element = thread  # single elements: before the first chunk, then behind the last one
-    if thread >= head:
-        element = thread + whole * per_chunk
-    if element < count and thread < 2 * per_chunk:
-        source = cute.make_tensor(cute.recast_ptr(shared, dtype=dtype) + element, cute.make_layout(1))
-        cute.make_tensor(pointer + element, cute.make_layout(1))[0] = source[0]

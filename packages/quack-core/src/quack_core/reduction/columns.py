@@ -12,7 +12,7 @@ from quack_core.reduction.tiling import RowTiling
 
 FLOATS = 4
 """Columns that a thread adds together: one 128-bit access."""
-ROWS_UNROLL = 4
+ROWS_UNROLL = 8
 
 
 def load_peer(pointer: cute.Pointer, count: int) -> cute.TensorSSA:
@@ -66,26 +66,43 @@ class ColumnSums:
         tiling = const_expr(self.tiling)
         thread, row = tid % tiling.threads_per_row, tid // tiling.threads_per_row
         copy.store_vectors(sums, shared[None, row].iterator, tiling, thread, copy.CHUNK)
+        if const_expr(tiling.rows_per_cta > 1):
+            cute.arch.sync_threads()
+            self._add_rows(shared, tid)
         self._sync()
         begin = rank % self.peers * self.slice
         for first in cutlass.range_constexpr(0, self.slice // FLOATS, tiling.num_threads):
             at = first + tid
             if at < self.slice // FLOATS:
                 column = begin + at * FLOATS
+                here = copy.aligned(shared.iterator + column, 4 * FLOATS)
                 total = cute.make_rmem_tensor(FLOATS, Float32)
-                total.fill(0.0)
-                for peer in cutlass.range_constexpr(self.peers):
-                    for r in cutlass.range(tiling.rows_per_cta, unroll=ROWS_UNROLL):
-                        here = copy.aligned(shared[None, r].iterator + column, 4 * FLOATS)
-                        if const_expr(self.peers == 1):
-                            part = cute.make_tensor(here, cute.make_layout(FLOATS)).load()
-                        else:
-                            there = cute.arch.map_dsmem_ptr(here, Int32(peer))
-                            part = load_peer(there, FLOATS)
-                        total.store(total.load() + part)
+                if const_expr(self.peers == 1):
+                    cute.autovec_copy(cute.make_tensor(here, cute.make_layout(FLOATS)), total)
+                else:
+                    total.fill(0.0)
+                    for peer in cutlass.range_constexpr(self.peers):
+                        there = cute.arch.map_dsmem_ptr(here, Int32(peer))
+                        total.store(total.load() + load_peer(there, FLOATS))
                 into = copy.aligned(work + rank // self.peers * tiling.cols + column, 4 * FLOATS)
                 cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
         self._sync()
+
+    @cute.jit
+    def _add_rows(self, shared: cute.Tensor, tid: Int32):
+        """Add the rows of the CTA into its first one."""
+        tiling = const_expr(self.tiling)
+        for first in cutlass.range_constexpr(0, tiling.cols // FLOATS, tiling.num_threads):
+            at = first + tid
+            if at < tiling.cols // FLOATS:
+                total = cute.make_rmem_tensor(FLOATS, Float32)
+                total.fill(0.0)
+                for r in cutlass.range(tiling.rows_per_cta, unroll=ROWS_UNROLL):
+                    here = copy.aligned(shared[None, r].iterator + at * FLOATS, 4 * FLOATS)
+                    part = cute.make_tensor(here, cute.make_layout(FLOATS)).load()
+                    total.store(total.load() + part)
+                into = copy.aligned(shared.iterator + at * FLOATS, 4 * FLOATS)
+                cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
 
     @cute.jit
     def _sync(self):

@@ -73,21 +73,23 @@ def as_rows(tensor: Tensor, outer: tuple[int, ...]) -> Tensor:
     return tensor.reshape(*outer, shape[-1])
 
 
-def stride_bits(tensor: Tensor) -> int:
-    """The outer strides in bytes, or-ed together; odd if the elements of a row are apart.
-
-    With the address it tells the alignment of every row: the lowest bit that is set.
-    """
-    *outer, last = tensor.stride()
-    if last != 1 and tensor.shape[-1] != 1:
-        return 1
-    bits = 0
-    for stride in outer:
-        bits |= stride
-    return bits * tensor.element_size()
-
-
-def alignment(bits: int) -> int:
-    """Bytes, up to 16, that divide every number or-ed into ``bits``."""
-    bits |= 16
+def alignment(*tensors: Tensor | None) -> int:
+    """Bytes, up to 16, that divide the addresses and outer strides of all tensors."""
+    bits = 16
+    for tensor in tensors:
+        if tensor is not None:
+            strides = 0
+            for stride in tensor.stride()[:-1]:
+                strides |= stride
+            bits |= tensor.data_ptr() | strides * tensor.element_size()
     return bits & -bits
+
+
+def in_phase(vector: int, *tensors: Tensor | None) -> bool:
+    """Whether corresponding rows of all tensors begin at one offset modulo ``vector`` elements."""
+    phases = {
+        tuple(i % vector for i in (t.data_ptr() // t.element_size(), *t.stride()[:-1]))
+        for t in tensors
+        if t is not None
+    }
+    return len(phases) <= 1

@@ -16,10 +16,10 @@ from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 CHUNK = 16
 """Bytes of the widest access."""
-MIN_STAGED = 256
-"""Shorter rows without full vectors come straight into registers."""
-STAGED_COLS = 32768
-"""Columns of a staged CTA: 16-bit rows and an output fit into shared memory."""
+MIN_SHIFTED = 256
+"""Shorter rows without full vectors move element by element."""
+SHIFTED_COLS = 20480
+"""Columns of a shifted CTA: 40 per thread."""
 MIN_RING = 32768
 """Bytes of a row from which CTAs stay and keep the weight in registers."""
 RING_COLS = 16384
@@ -34,7 +34,7 @@ class FwdConfig:
         threads_per_row: threads of a CTA that share a row.
         rows_per_cta: rows side by side in a CTA.
         cluster: CTAs that share a row.
-        staged: rows move in 16-byte chunks through shared memory, whatever their alignment.
+        shifted: threads own 16-byte pieces of memory instead of vectors of the row.
         stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
             this many rows in flight.
         ctas_per_sm: CTAs that should stay on an SM together; 0: as many as fit.
@@ -43,14 +43,14 @@ class FwdConfig:
     threads_per_row: int
     rows_per_cta: int = 1
     cluster: int = 1
-    staged: bool = False
+    shifted: bool = False
     stages: int = 0
     ctas_per_sm: int = 0
 
     @property
     def module(self) -> str:
         """The kernel's module."""
-        kernel = "fwd_staged" if self.staged else "fwd_ring" if self.stages else "fwd"
+        kernel = "fwd_shifted" if self.shifted else "fwd_ring" if self.stages else "fwd"
         return f"{__package__}.{kernel}"
 
     @property
@@ -68,29 +68,28 @@ class FwdConfig:
 
     def tiling(self, spec: RMSNormFwdSpec) -> RowTiling:
         n, vec = spec.n, spec.vec
-        if self.staged:  # whole vectors in shared memory: the row is padded there
+        if self.shifted:  # a slice may begin anywhere in its first vector
             vec = spec.full_vector
-            n = -(-n // vec) * vec
+            step = vec * self.threads_per_row
+            n = -(-(self.slice_cols(spec) + vec - 1) // step) * step * self.cluster
         return RowTiling(n, vec, self.threads_per_row, self.rows_per_cta, self.cluster)
+
+    def slice_cols(self, spec: RMSNormFwdSpec) -> int:
+        """Columns of a CTA of the shifted kernel."""
+        vec = spec.full_vector
+        return -(-spec.n // (self.cluster * vec)) * vec
 
     def smem_bytes(self, spec: RMSNormFwdSpec) -> int:
         """Shared memory of a CTA."""
         tiling = self.tiling(spec)
         inputs = [name for name in (spec.x, spec.residual) if name]
-        if self.staged:
-            rows = tiling.rows_per_cta * sum(self.staged_bytes(spec))
-            return rows + tiling.shared_bytes() + 1024 + 256
+        if self.shifted:
+            sums = 4 * tiling.step * tiling.rows_per_cta
+            return sums + tiling.shared_bytes() + 1024
         if self.stages:
             rows = sum(tiling.cols * dtypes.width(name) // 8 for name in inputs)
             return self.stages * rows + tiling.shared_bytes(buffers=2) + 1024 + 64
         return tiling.shared_bytes() + 1024
-
-    def staged_bytes(self, spec: RMSNormFwdSpec) -> tuple[int, int, int]:
-        """Per row in shared memory: the chunks of x, of residual, and one output."""
-        cols = self.tiling(spec).cols
-        out = max(dtypes.width(name) for name in (spec.out, spec.residual_out) if name)
-        residual = hull_bytes(cols, dtypes.width(spec.residual)) if spec.residual else 0
-        return hull_bytes(cols, dtypes.width(spec.x)), residual, hull_bytes(cols, out)
 
     def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
         """Clusters to launch if the kernel is persistent."""
@@ -175,11 +174,6 @@ class BwdConfig:
         return spec.column_sums * groups * heads * tiling.cols * tiling.cluster
 
 
-def hull_bytes(cols: int, width: int) -> int:
-    """As ``quack_core.device.copy.hull_bytes``, which needs the DSL."""
-    return (cols * width // 8 + 2 * CHUNK - 1) // CHUNK * CHUNK
-
-
 def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
     """The configuration for a spec on an architecture.
 
@@ -196,25 +190,26 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
     """Whether shared memory, cluster and registers of the architecture suffice."""
     if config.cluster > arch.max_cluster or config.smem_bytes(spec) > arch.smem_bytes:
         return False
-    # Beside x a thread holds what it adds and scales with; a staged row stays in shared memory.
+    # Beside x a thread holds what it adds and scales with.
     held = [spec.residual, *([spec.weight, spec.bias] if config.persistent else [])]
     words = 1 + sum(dtypes.width(name) / 32 for name in held if name)
     budget = min(255, 65536 // config.num_threads) - 32
-    return config.staged or config.tiling(spec).values * words <= budget
+    return config.tiling(spec).values * words <= budget
 
 
 def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Configurations that could serve, best first."""
     row_bytes = spec.n * dtypes.width(spec.x) // 8
-    if spec.vec < spec.full_vector and spec.n >= MIN_STAGED:
-        for cluster in clusters(spec.n, STAGED_COLS):
-            threads = _threads(spec.n // cluster, 1, 64, low=32, high=256)
-            yield FwdConfig(threads, max(1, 128 // threads), cluster, staged=True)
-    if spec.vec == spec.full_vector and spec.align == CHUNK and row_bytes >= MIN_RING and not spec.per_head:
-        for cluster in clusters(spec.n, RING_COLS):
-            for stages in (3, 2):
-                yield FwdConfig(512, cluster=cluster, stages=stages)
-    for values in (32, 64):
+    if spec.vec < spec.full_vector and spec.n >= MIN_SHIFTED:
+        for cluster in clusters(spec.n, SHIFTED_COLS):
+            threads = _threads(spec.n // cluster, spec.full_vector, 40, low=32, high=512)
+            rows = max(1, 128 // threads) if cluster == 1 else 1
+            yield FwdConfig(threads, rows, cluster, shifted=True)
+    if spec.vec == spec.full_vector and spec.align == CHUNK and row_bytes >= MIN_RING:
+        for cluster in clusters(spec.n, RING_COLS) if not spec.per_head else ():
+            for threads, stages in ((1024, 1), (512, 1)) if cluster == 1 else ((1024, 2), (512, 2)):
+                yield FwdConfig(threads, cluster=cluster, stages=stages)
+    for values in (8, 16, 32, 64) if spec.n <= 512 else (16, 32, 64):
         for cluster in clusters(spec.n, 512 * values):
             threads = _threads(spec.n // cluster, spec.vec, values, high=512)
             yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)

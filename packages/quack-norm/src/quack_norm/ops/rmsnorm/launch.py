@@ -1,7 +1,8 @@
 """RMSNorm on CUDA tensors: allocate, find the kernel, launch.
 
 Warm, a call costs one dictionary lookup on plain values. The launchers themselves check dtypes,
-sizes, strides, alignment and devices; when one refuses, our own checks say what is wrong.
+sizes, strides, alignment and devices. When one refuses, our own checks say what is wrong, and
+what is not wrong gets another launcher or is copied.
 """
 
 from typing import Any
@@ -13,12 +14,12 @@ from quack_core import torch_workspace
 from quack_norm.ops import rows
 
 from . import check, prepare, reference
+from .check import MAX_ROWS
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None]
 Backward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# The keys hold dtypes, ranks, N, flags and four bits of addresses. M is not among them, so their
-# number is bounded.
+# The keys hold dtypes, ranks, N and flags. M is not among them, so their number is bounded.
 _forward: dict[tuple[Any, ...], prepare.Launcher] = {}
 _backward: dict[tuple[Any, ...], prepare.Launcher] = {}
 
@@ -46,60 +47,56 @@ def forward(
     """
     shape, dtype, dense = x.shape, x.dtype, x.is_contiguous()
     rank = len(shape)
-    bits = x.data_ptr() if dense else x.data_ptr() | rows.stride_bits(x)
-    weight_key = bias_key = residual_key = h = rstd = None
-    unchanged = residual is None and residual_dtype is dtype  # h is x
-    if unchanged:
-        residual_dtype = None
+    parameter_rank = weight_dtype = bias_dtype = given_dtype = rstd = None
+    h: Tensor | None = None
     if weight is not None:
-        weight_key = weight.dtype, weight.ndim
-        bits |= weight.data_ptr()
+        weight_dtype, parameter_rank = weight.dtype, weight.ndim
     if bias is not None:
-        bias_key = bias.dtype, bias.ndim
-        bits |= bias.data_ptr()
+        bias_dtype, parameter_rank = bias.dtype, bias.ndim
     if residual is not None:
-        residual_key = residual.dtype
-        bits |= residual.data_ptr()
-        if not residual.is_contiguous():
-            bits |= rows.stride_bits(residual)
+        given_dtype = residual.dtype
+    elif residual_dtype is dtype:
+        residual_dtype, h = None, x
     if out is not None:
         out_dtype = out.dtype
-        bits |= out.data_ptr() | rows.stride_bits(out)
     key = (
         shape[-1] if rank else 0,
         rank,
+        parameter_rank,
         dtype,
-        weight_key,
-        bias_key,
-        residual_key,
+        weight_dtype,
+        bias_dtype,
+        given_dtype,
         out_dtype,
         residual_dtype,
         want_rstd,
         weight_offset != 0,
-        bits & 15,  # odd where a row's elements are apart: such a key never finds a launcher
         x.get_device(),
     )
     launch = _forward.get(key)
-    if launch is None or not 0 < (shape[0] if rank == 2 else shape[0] * shape[1]) <= check.MAX_ROWS:
+    if (
+        launch is None
+        or not 0 < (count := shape[0] if rank == 2 else shape[0] * shape[1]) <= MAX_ROWS
+        or not (dense or rows.is_rows(x))
+    ):
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
-        out, h, rstd = _forward_cold(key, *args, out)
-        return out, x if unchanged else h, rstd
-    if out is None:
-        out = _empty(x, dense, out_dtype)
+        y, stored, rstd = _forward_cold(key, None, *args, out)
+        return y, x if h is x else stored, rstd
+    y = out
+    if y is None:
+        y = torch.empty_like(x) if dense and out_dtype is None else _empty(x, dense, out_dtype)
     if residual_dtype is not None:
         h = _empty(x, dense, residual_dtype)
     if want_rstd:
-        rstd = x.new_empty(shape[:-1], dtype=torch.float32)
+        rstd = x.new_empty(count if rank == 2 else shape[:-1], dtype=torch.float32)
+    stored = None if h is x else h
     try:
-        launch(x, weight, bias, residual, out, h, rstd, None, eps, weight_offset, 0)
-    except (TypeError, ValueError):
-        check.forward(x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, out)
-        dense_weight, dense_bias = _contiguous(weight), _contiguous(bias)
-        if dense_weight is weight and dense_bias is bias:
-            raise
-        options = (eps, weight_offset, out_dtype, residual_dtype, want_rstd, out)
-        out, h, rstd = forward(x, dense_weight, dense_bias, residual, *options)
-    return out, x if unchanged else h, rstd
+        launch(x, weight, bias, residual, y, stored, rstd, None, eps, weight_offset, count)
+    except (TypeError, ValueError) as refusal:
+        args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
+        y, stored, rstd = _forward_cold(key, refusal, *args, out)
+        return y, x if h is x else stored, rstd
+    return y, h, rstd
 
 
 def backward(
@@ -116,58 +113,47 @@ def backward(
     per_head: bool,
 ) -> Backward:
     """As `reference.backward`, on CUDA tensors, in one launch."""
-    shape = h.shape
+    shape, dense = h.shape, h.is_contiguous()
     rank = len(shape)
-    bits = h.data_ptr() | dout.data_ptr()
-    if not h.is_contiguous():
-        bits |= rows.stride_bits(h)
-    if not dout.is_contiguous():
-        bits |= rows.stride_bits(dout)
-    weight_dtype = dresidual_out_dtype = None
-    if weight is not None:
-        weight_dtype = weight.dtype
-        bits |= weight.data_ptr()
-    if dresidual_out is not None:
-        dresidual_out_dtype = dresidual_out.dtype
-        bits |= dresidual_out.data_ptr() | rows.stride_bits(dresidual_out)
+    weight_dtype = None if weight is None else weight.dtype
     key = (
         shape[-1] if rank else 0,
         rank,
         h.dtype,
         weight_dtype,
         dout.dtype,
-        dresidual_out_dtype,
+        None if dresidual_out is None else dresidual_out.dtype,
         dx_dtype,
         dresidual_dtype,
         dweight,
         dbias_dtype,
         per_head,
         weight_offset != 0,
-        bits & 15,
         h.get_device(),
     )
     launch = _backward.get(key)
     args = (h, weight, dout, rstd, dresidual_out)
     options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head)
-    if launch is None or not 0 < (shape[0] if rank == 2 else shape[0] * shape[1]) <= check.MAX_ROWS:
-        return _backward_cold(key, *args, weight_offset, *options)
-    dx = _empty(h, h.is_contiguous(), dx_dtype)
+    if (
+        launch is None
+        or not 0 < (count := shape[0] if rank == 2 else shape[0] * shape[1]) <= MAX_ROWS
+        or not (dense or rows.is_rows(h))
+        or not (dout.is_contiguous() or rows.is_rows(dout))
+    ):
+        return _backward_cold(key, None, *args, weight_offset, *options)
+    dx = _empty(h, dense, dx_dtype)
     dh = dw = db = None
     if dresidual_dtype is not None:
-        dh = _empty(h, h.is_contiguous(), dresidual_dtype)
-    parameter = shape[-2:] if per_head else shape[-1:]
+        dh = _empty(h, dense, dresidual_dtype)
+    parameter: Any = shape[-2:] if per_head else shape[-1]
     if dweight:
         dw = h.new_empty(parameter, dtype=weight_dtype)
     if dbias_dtype is not None:
         db = h.new_empty(parameter, dtype=dbias_dtype)
     try:
-        launch(*args, dx, dh, dw, db, None, None, weight_offset, 0)
-    except (TypeError, ValueError):
-        check.backward(*args, *options)
-        dense_weight = _contiguous(weight)
-        if dense_weight is weight:
-            raise
-        return backward(h, dense_weight, dout, rstd, dresidual_out, weight_offset, *options)
+        launch(*args, dx, dh, dw, db, None, None, weight_offset, count)
+    except (TypeError, ValueError) as refusal:
+        return _backward_cold(key, refusal, *args, weight_offset, *options)
     return dx, dh, dw, db
 
 
@@ -188,6 +174,7 @@ def _contiguous(parameter: Tensor | None) -> Tensor | None:
 
 def _forward_cold(
     key: tuple[Any, ...],
+    refusal: Exception | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -199,7 +186,12 @@ def _forward_cold(
     want_rstd: bool,
     out: Tensor | None,
 ) -> Forward:
-    """The first call of a kind, empty operands, and operands that must become rows first."""
+    """The first call of a kind, empty operands, and operands that must become rows first.
+
+    Args:
+        refusal: what the launcher raised. If nothing is wrong with the operands, and nothing has to
+            be copied, their alignment was the reason.
+    """
     options = (eps, weight_offset, out_dtype, residual_dtype)
     # With more dimensions a launch follows whose launcher checks all but what merging them hides.
     if x.dim() < 4 or x.numel() == 0 or not _same_shape(x, residual, out):
@@ -218,9 +210,12 @@ def _forward_cold(
         None if out is None else rows.as_rows(out, outer),
     )
     if all(a is b for a, b in zip(packed, given, strict=True)):
+        if refusal is not None and isinstance(_forward.get(key), prepare.Aligned):
+            raise refusal
         with torch_workspace.relaxed_capture():  # compiling and loading, should a graph record
-            _forward[key] = prepare.forward(x, weight, bias, residual, *options, want_rstd, key[-2])
-            return forward(x, weight, bias, residual, *options, want_rstd, out)
+            aligned = refusal is None and rows.alignment(*given) == prepare.ALIGN
+            _forward[key] = prepare.forward(*given[:4], *options, want_rstd, aligned)
+            return forward(*given[:4], *options, want_rstd, out)
     result, stored, rstd = forward(*packed[:4], *options, want_rstd, packed[4])
     return (
         result.view(x.shape) if out is None else out,
@@ -231,6 +226,7 @@ def _forward_cold(
 
 def _backward_cold(
     key: tuple[Any, ...],
+    refusal: Exception | None,
     h: Tensor,
     weight: Tensor | None,
     dout: Tensor,
@@ -243,6 +239,7 @@ def _backward_cold(
     dbias_dtype: torch.dtype | None,
     per_head: bool,
 ) -> Backward:
+    """As `_forward_cold`."""
     options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head)
     if h.dim() < 4 or not _same_shape(h, dout, dresidual_out) or rstd.shape != h.shape[:-1]:
         check.backward(h, weight, dout, rstd, dresidual_out, *options)
@@ -259,8 +256,12 @@ def _backward_cold(
         None if dresidual_out is None else rows.as_rows(dresidual_out, outer),
     )
     if all(a is b for a, b in zip(packed, given, strict=True)):
+        if refusal is not None and isinstance(_backward.get(key), prepare.Aligned):
+            raise refusal
         with torch_workspace.relaxed_capture():
-            _backward[key] = prepare.backward(*given, weight_offset, *options, key[-2])
+            moved = (h, weight, dout, dresidual_out)
+            aligned = refusal is None and rows.alignment(*moved) == prepare.ALIGN
+            _backward[key] = prepare.backward(*given, weight_offset, *options, aligned)
             return backward(*given, weight_offset, *options)
     dx, dh, dw, db = backward(*packed, weight_offset, *options)
     shape = h.shape

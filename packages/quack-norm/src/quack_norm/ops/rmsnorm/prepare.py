@@ -1,6 +1,8 @@
 """From operands to a launcher: spec, config, kernel, and what is bound to a device."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +13,40 @@ from quack_core.jit import cache
 from quack_norm.ops import rows
 
 from . import config
-from .spec import RMSNormBwdSpec, RMSNormFwdSpec
+from .spec import RMSNormBwdSpec, RMSNormFwdSpec, full_vector
 
 Launcher = Callable[..., None]
+
+ALIGN = 16
+"""Bytes of the widest access: with this alignment kernels are at their best."""
+
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+class Aligned:
+    """Launches the kernel for the alignment of its operands; compiles it when it is new.
+
+    The kernels themselves refuse operands that are aligned less than they were compiled for. This
+    stands in for them where rows are no multiple of 16 bytes, or after the first refusal.
+
+    Args:
+        kernel: gives the launcher for values of `alignment`.
+        alignment: of the operands of a launch.
+    """
+
+    def __init__(
+        self, kernel: Callable[..., Launcher], alignment: Callable[..., tuple[Any, ...]]
+    ) -> None:
+        self._kernel, self._alignment = kernel, alignment
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+
+    def __call__(self, *operands: Any) -> None:
+        key = self._alignment(*operands)
+        launch = self._launchers.get(key)
+        if launch is None:
+            with torch_workspace.relaxed_capture():
+                launch = self._launchers[key] = self._kernel(*key)
+        launch(*operands)
 
 
 def forward(
@@ -26,50 +59,45 @@ def forward(
     out_dtype: torch.dtype | None,
     residual_dtype: torch.dtype | None,
     want_rstd: bool,
-    bits: int,
+    aligned: bool,
 ) -> Launcher:
     """A launcher of the forward for rows like these.
 
     Args:
-        bits: addresses and strides of the strided operands, or-ed together.
+        aligned: whether all addresses and outer strides are multiples of 16 bytes. If a later
+            launch breaks this, the launcher raises ValueError.
 
     Returns:
-        ``launch(x, weight, bias, residual, out, residual_out, rstd, None, eps, offset, 0)``: the
-        kernel itself, or a function that finds state and groups first.
+        ``launch(x, weight, bias, residual, out, residual_out, rstd, None, eps, offset, rows)``: the
+        kernel itself, or a function that first finds the kernel, its state or its groups.
     """
-    out_dtype = out_dtype or x.dtype
-    per_head = _per_head(weight, bias)
-    moved = [x.dtype, out_dtype, _dtype(residual), residual_dtype]
-    if per_head:
-        moved += [_dtype(weight), _dtype(bias)]
+    parameter = bias if weight is None else weight
     spec = RMSNormFwdSpec(
         n=x.shape[-1],
         x=torch_op.dtype_name(x.dtype),
-        out=torch_op.dtype_name(out_dtype),
+        out=torch_op.dtype_name(out_dtype or x.dtype),
         weight=_name(_dtype(weight)),
         bias=_name(_dtype(bias)),
         residual=_name(_dtype(residual)),
         residual_out=_name(residual_dtype),
         rstd=want_rstd,
         offset=weight is not None and weight_offset != 0,
-        per_head=per_head,
+        per_head=parameter is not None and parameter.dim() == 2,
         rank=x.dim(),
-        align=_align(bits, x.shape[-1], moved),
     )
-    device = x.get_device()
-    target = arch.detect(device)
-    chosen = config.default_fwd(spec, target)
-    function = cache.load(chosen.module, spec, chosen, target)
-    resident = _resident(device, spec, chosen)
+    device, vector = x.get_device(), spec.full_vector
+    whole = spec.n % vector == 0
 
-    ints = chosen.state_ints
+    def kernel(align: int, weight_align: int, in_phase: bool) -> Launcher:
+        exact = replace(spec, align=align, weight_align=weight_align, in_phase=in_phase)
+        return _forward_kernel(exact, device)
 
-    def stay(x, weight, bias, residual, out, h, rstd, _, eps, offset, __):  # type: ignore[no-untyped-def]
-        groups = chosen.groups(spec, _count(x), 1, resident)
-        state = torch_workspace.counters(device, ints) if ints else None
-        function(x, weight, bias, residual, out, h, rstd, state, eps, offset, groups)
+    def alignment(x, weight, bias, residual, out, h, *_):  # type: ignore[no-untyped-def]
+        moved = x, residual, out, h
+        in_phase = whole or rows.in_phase(vector, *moved)
+        return rows.alignment(*moved), rows.alignment(weight, bias), in_phase
 
-    return _on_device(stay if chosen.persistent else function, device)
+    return kernel(ALIGN, ALIGN, True) if aligned and whole else Aligned(kernel, alignment)
 
 
 def backward(
@@ -84,17 +112,14 @@ def backward(
     dweight: bool,
     dbias_dtype: torch.dtype | None,
     per_head: bool,
-    bits: int,
+    aligned: bool,
 ) -> Launcher:
-    """A launcher of the backward for rows like these.
+    """A launcher of the backward for rows like these; ``aligned`` as in `forward`.
 
     Returns:
         ``launch(h, weight, dout, rstd, dresidual_out, dx, dresidual, dweight, dbias, None, None,
-        offset, 0)``: a function that finds scratch, state and groups first.
+        offset, rows)``: it finds scratch, state and groups first.
     """
-    moved = [h.dtype, dout.dtype, dx_dtype, _dtype(dresidual_out), dresidual_dtype]
-    if per_head:
-        moved += [_dtype(weight), dbias_dtype]
     spec = RMSNormBwdSpec(
         n=h.shape[-1],
         x=torch_op.dtype_name(h.dtype),
@@ -108,35 +133,73 @@ def backward(
         offset=weight is not None and weight_offset != 0,
         per_head=per_head,
         rank=h.dim(),
-        align=_align(bits, h.shape[-1], moved),
     )
     device = h.get_device()
+    operands = (spec.x, spec.dout, spec.dx, spec.weight, spec.dbias)
+    whole = spec.n % full_vector(*operands, spec.dresidual_out, spec.dresidual) == 0
+
+    def kernel(align: int, weight_align: int) -> Launcher:
+        return _backward_kernel(replace(spec, align=align, weight_align=weight_align), device)
+
+    def alignment(h, weight, dout, rstd, dh, dx, dresidual, dw, db, *_):  # type: ignore[no-untyped-def]
+        return rows.alignment(h, dout, dh, dx, dresidual), rows.alignment(weight, dw, db)
+
+    return kernel(ALIGN, ALIGN) if aligned and whole else Aligned(kernel, alignment)
+
+
+def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
+    """The kernel, with groups and state if its CTAs stay."""
+    target = arch.detect(device)
+    chosen = config.default_fwd(spec, target)
+    function = cache.load(chosen.module, spec, chosen, target)
+    if not chosen.persistent:
+        return _on_device(function, device)
+    resident, ints = _resident(device, spec, chosen), chosen.state_ints
+    counters = torch_workspace.counters
+
+    @functools.lru_cache
+    def groups(rows: int) -> int:
+        return chosen.groups(spec, rows, 1, resident)
+
+    def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
+        state = counters(device, ints)
+        function(x, weight, bias, residual, out, h, rstd, state, eps, offset, groups(rows))
+
+    return _on_device(launch, device)
+
+
+def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
+    """The kernel, with scratch, state and groups."""
     target = arch.detect(device)
     chosen = config.default_bwd(spec, target)
     function = cache.load(chosen.module, spec, chosen, target)
-    resident = _resident(device, spec, chosen)
+    resident, sums = _resident(device, spec, chosen), spec.column_sums
+    counters = torch_workspace.counters
 
-    def launch(h: Tensor, *args: Any) -> None:
-        *operands, _, _, offset, _ = args
-        heads, groups, work, state = _heads(spec, h), 0, None, None
-        if chosen.persistent:
-            groups = chosen.groups(spec, _count(h) // heads, heads, resident)
-        elements = chosen.work_elements(spec, groups, heads)
-        if elements:  # sums over rows: partial ones, and who arrives last
-            work = h.new_empty(elements, dtype=torch.float32)
-            state = torch_workspace.counters(device, chosen.state_ints * heads)
-        function(h, *operands, work, state, offset, groups)
+    @functools.lru_cache
+    def sizes(rows: int, heads: int) -> tuple[int, int, int]:
+        """Clusters for each head; elements of scratch; counters."""
+        groups = chosen.groups(spec, rows // heads, heads, resident)
+        return groups, chosen.work_elements(spec, groups, heads), chosen.state_ints * heads
+
+    def launch(h, weight, dout, rstd, dh, dx, dresidual, dw, db, _, __, offset, rows):  # type: ignore[no-untyped-def]
+        groups, elements, ints = sizes(rows, h.shape[1] if spec.per_head else 1)
+        work = state = None
+        if sums:  # partial sums over rows, and who arrives last
+            work, state = h.new_empty(elements, dtype=torch.float32), counters(device, ints)
+        operands = (h, weight, dout, rstd, dh, dx, dresidual, dw, db)
+        function(*operands, work, state, offset, groups)
 
     return _on_device(launch, device)
 
 
 def _on_device(launch: Launcher, device: int) -> Launcher:
     """``launch`` with its device current; the caller's comes back afterwards."""
-    if torch.cuda.device_count() == 1:
+    if torch.cuda.device_count() <= 1:
         return launch
 
     def switching(*args: Any) -> None:
-        if torch.cuda.current_device() == device:
+        if _current_device() == device:
             launch(*args)
         else:
             with torch.cuda.device(device):
@@ -145,34 +208,10 @@ def _on_device(launch: Launcher, device: int) -> Launcher:
     return switching
 
 
-def _resident(device: int, spec: Any, chosen: config.FwdConfig | config.BwdConfig) -> int:
-    if not chosen.persistent:
-        return 0
-    smem_bytes = chosen.smem_bytes(spec)
-    return occupancy.resident_clusters(device, chosen.cluster, chosen.num_threads, smem_bytes)
-
-
-def _align(bits: int, n: int, moved: list[torch.dtype | None]) -> int:
-    """Alignment of every address and row, contiguous operands included."""
-    for dtype in moved:
-        if dtype is not None:
-            bits |= n * dtype.itemsize
-    return rows.alignment(bits)
-
-
-def _per_head(weight: Tensor | None, bias: Tensor | None) -> bool:
-    parameter = bias if weight is None else weight
-    return parameter is not None and parameter.dim() == 2
-
-
-def _heads(spec: RMSNormFwdSpec | RMSNormBwdSpec, x: Tensor) -> int:
-    return x.shape[1] if spec.per_head else 1
-
-
-def _count(x: Tensor) -> int:
-    """Rows of ``(M, N)`` or ``(M1, M0, N)``."""
-    shape = x.shape
-    return shape[0] if len(shape) == 2 else shape[0] * shape[1]
+def _resident(device: int, spec: Any, chosen: Any) -> int:
+    """Clusters that are on the device together."""
+    sizes = (chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec))
+    return occupancy.resident_clusters(device, *sizes, registers=getattr(chosen, "registers", 0))
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:

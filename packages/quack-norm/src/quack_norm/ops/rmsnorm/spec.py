@@ -21,6 +21,8 @@ class RMSNormFwdSpec:
         per_head: weight and bias are ``(M0, N)``; needs rank 3.
         align: bytes (16, 8, 4 or 2) that divide the addresses and outer strides of all rows.
         weight_align: the same for weight and bias (and their gradients).
+        in_phase: whether corresponding rows of all operands begin at the same offset, in elements,
+            from a multiple of ``full_vector`` elements; matters if ``n`` is no multiple of it.
     """
 
     n: int
@@ -36,6 +38,7 @@ class RMSNormFwdSpec:
     rank: int = 2
     align: int = 16
     weight_align: int = 16
+    in_phase: bool = True
 
     def __post_init__(self) -> None:
         _check(self)

@@ -1,0 +1,87 @@
+"""Device arithmetic evaluated on the CPU, in a process of its own.
+
+A device intrinsic in host code aborts the process; here that is a failed test, not the end of all.
+Reads ``[[function, rows], ...]`` as JSON from standard input and writes the results likewise.
+"""
+
+import json
+import sys
+
+import cutlass
+import numpy as np
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from quack_core.device import barrier, reduce
+
+REDUCTIONS = {
+    "sum": reduce.SUM,
+    "sum2": reduce.SUM2,
+    "max": reduce.MAX,
+    "online": reduce.ONLINE_MAX_SUM,
+}
+
+
+@cute.jit
+def tree(
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    name: cutlass.Constexpr[str],
+    count: cutlass.Constexpr[int],
+):
+    """``combine_tree`` of ``count`` partial results: (rows, count, width) to (rows, width)."""
+    reduction = cutlass.const_expr(REDUCTIONS[name])
+    for row in range(rows.shape[0]):
+        values = [tuple(rows[row, i, w] for w in range(reduction.width)) for i in range(count)]
+        total = reduce.combine_tree(values, reduction)
+        for w in cutlass.range_constexpr(reduction.width):
+            out[row, w] = total[w]
+
+
+@cute.jit
+def thread(
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    name: cutlass.Constexpr[str],
+    count: cutlass.Constexpr[int],
+):
+    """The values of one thread: (rows, count, 1) to (rows, width)."""
+    values = cute.make_rmem_tensor(count, Float32)
+    for row in range(rows.shape[0]):
+        for i in cutlass.range_constexpr(count):
+            values[i] = rows[row, i, 0]
+        if cutlass.const_expr(name == "sum"):
+            out[row, 0] = reduce.thread_sum(values.load())
+        elif cutlass.const_expr(name == "max"):
+            out[row, 0] = reduce.thread_max(values.load())
+        else:
+            out[row, 0], out[row, 1] = reduce.thread_online(values.load())
+
+
+@cute.jit
+def phases(out: cute.Tensor, stages: cutlass.Constexpr[int]):
+    """Stage and parity of reader and writer at each step of a loop."""
+    reader, writer = barrier.full_phase(), barrier.empty_phase()
+    for i in range(out.shape[0]):
+        out[i, 0], out[i, 1] = reader.stage, reader.parity
+        out[i, 2], out[i, 3] = writer.stage, writer.parity
+        reader = barrier.next_phase(reader, stages)
+        if i >= Int32(0):  # a branch carries it as well
+            writer = barrier.next_phase(writer, stages)
+
+
+def evaluate(function: str, name: str, rows: list) -> list:
+    """One function over all rows."""
+    if function == "phases":
+        found = np.zeros((len(rows), 4), np.int32)
+        phases(from_dlpack(found).mark_layout_dynamic(), int(name))
+        return found.tolist()
+    values = np.array(rows, np.float32)
+    found = np.zeros((len(rows), REDUCTIONS[name].width), np.float32)
+    arguments = (from_dlpack(array).mark_layout_dynamic() for array in (values, found))
+    {"tree": tree, "thread": thread}[function](*arguments, name, values.shape[1])
+    return found.tolist()
+
+
+if __name__ == "__main__":
+    json.dump([evaluate(*request) for request in json.load(sys.stdin)], sys.stdout)

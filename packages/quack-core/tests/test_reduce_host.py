@@ -1,0 +1,193 @@
+"""The arithmetic of reductions, and the walk over a ring of barriers, evaluated on the CPU.
+
+One process evaluates all requests: device functions are traced and compiled for the host. It shows
+order and special values. It says nothing about the approximation of exp2 on a GPU.
+"""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PROBE = Path(__file__).parent / "device_probe"
+INF, NAN = math.inf, math.nan
+COUNTS = (1, 2, 3, 5, 8)
+STAGES = 3
+
+
+def random_rows(count, width=1, rows=200):
+    """Values of very different size, so that another order of additions gives another sum."""
+    rng = random.Random(count)
+    return [
+        [[rng.gauss(0, 1) * 2.0 ** rng.randint(-12, 12) for _ in range(width)] for _ in range(count)]
+        for _ in range(rows)
+    ]
+
+
+def online_rows(count, rows=200):
+    """(maximum, sum) pairs: some empty, some far below the others."""
+    rng = random.Random(count)
+    pairs = [(-INF, 0.0), (-200.0, 1.5), (0.0, 1.0)]
+    return [
+        [rng.choice([*pairs, (rng.uniform(-30, 30), rng.uniform(1, 64))]) for _ in range(count)]
+        for _ in range(rows)
+    ]
+
+
+SPECIAL_MAX = [
+    ([1.0, 2.0], 2.0),
+    ([-INF, -INF], -INF),
+    ([-INF, -3.0], -3.0),
+    ([INF, 1.0], INF),
+    ([NAN, 1.0], NAN),
+    ([1.0, NAN], NAN),
+    ([-INF, NAN], NAN),
+]
+SPECIAL_ONLINE = [  # pairs, expected maximum, expected sum
+    ([(-INF, 0.0), (-INF, 0.0)], -INF, 0.0),
+    ([(-INF, 0.0), (5.0, 3.0)], 5.0, 3.0),
+    ([(5.0, 3.0), (-INF, 0.0)], 5.0, 3.0),
+    ([(5.0, 3.0), (4.0, 2.0)], 5.0, 4.0),
+    ([(0.0, 1.0), (-1000.0, 7.0)], 0.0, 1.0),
+    ([(INF, 1.0), (0.0, 1.0)], INF, NAN),  # as softmax of a row with +inf
+    ([(NAN, 1.0), (0.0, 1.0)], NAN, NAN),
+    ([(0.0, 1.0), (0.0, NAN)], 0.0, NAN),
+]
+SPECIAL_THREAD_ONLINE = [  # values, expected maximum, expected sum
+    ([-INF, -INF, -INF, -INF], -INF, 0.0),
+    ([1.0, 2.0, 3.0, 3.0], 3.0, 2.75),
+    ([-INF, 0.0, -INF, -1.0], 0.0, 1.5),
+    ([INF, 0.0, 0.0, 0.0], INF, NAN),
+    ([0.0, NAN, 0.0, 0.0], NAN, NAN),
+]
+
+REQUESTS = {
+    **{("tree", "sum", n): random_rows(n) for n in COUNTS},
+    **{("tree", "sum2", n): random_rows(n, 2) for n in COUNTS},
+    **{("tree", "max", n): random_rows(n) for n in COUNTS},
+    **{("tree", "online", n): online_rows(n) for n in COUNTS},
+    ("tree", "max", "special"): [[[v] for v in values] for values, _ in SPECIAL_MAX],
+    ("tree", "online", "special"): [pairs for pairs, *_ in SPECIAL_ONLINE],
+    ("thread", "sum", 16): random_rows(16),
+    ("thread", "max", 16): random_rows(16),
+    ("thread", "max", "special"): [[[v] for v in values] for values, _ in SPECIAL_MAX],
+    ("thread", "online", "special"): [[[v] for v in row] for row, *_ in SPECIAL_THREAD_ONLINE],
+    ("phases", str(STAGES), 10): [None] * 10,
+}
+
+
+@pytest.fixture(scope="module")
+def on_host():
+    """``{(function, reduction, case): rows of results}``, evaluated by one process."""
+    requests = [(function, name, rows) for (function, name, _), rows in REQUESTS.items()]
+    path = os.pathsep.join([str(PROBE), *filter(None, sys.path)])
+    result = subprocess.run(
+        [sys.executable, "-m", "quack_device_probe.host"],
+        input=json.dumps(requests),
+        env={**os.environ, "PYTHONPATH": path, "CUTE_DSL_DISABLE_FILE_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    if result.returncode:
+        pytest.fail(
+            f"exit status {result.returncode} (-6: a device intrinsic in host code):\n"
+            f"{result.stderr[-3000:]}"
+        )
+    return dict(zip(REQUESTS, json.loads(result.stdout), strict=True))
+
+
+def in_tree(values, combine):
+    """Combine neighbours until one is left; an odd one at the end waits for the next round."""
+    while len(values) > 1:
+        pairs = [combine(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
+        values = pairs + ([values[-1]] if len(values) % 2 else [])
+    return values[0]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", ["sum", "sum2"])
+def test_sums_follow_the_tree_bit_by_bit(on_host, name, count):
+    for row, found in zip(REQUESTS["tree", name, count], on_host["tree", name, count], strict=True):
+        expected = in_tree(list(np.array(row, np.float32)), np.add)
+        assert found == expected.tolist()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_max_is_exact(on_host, count):
+    for row, found in zip(
+        REQUESTS["tree", "max", count], on_host["tree", "max", count], strict=True
+    ):
+        assert found == [float(np.array(row, np.float32).max())]
+
+
+def test_sum_of_a_thread_is_in_index_order(on_host):
+    for row, found in zip(REQUESTS["thread", "sum", 16], on_host["thread", "sum", 16], strict=True):
+        total = np.float32(0)
+        for value in np.array(row, np.float32)[:, 0]:
+            total = total + value
+        assert found == [float(total)]
+
+
+def test_max_of_a_thread_is_exact(on_host):
+    for row, found in zip(REQUESTS["thread", "max", 16], on_host["thread", "max", 16], strict=True):
+        assert found == [float(np.array(row, np.float32).max())]
+
+
+def equal(found, expected):
+    return np.array_equal(np.float32(found), np.float32(expected), equal_nan=True)
+
+
+@pytest.mark.parametrize("function", ["tree", "thread"])
+@pytest.mark.parametrize("case", range(len(SPECIAL_MAX)), ids=lambda i: str(SPECIAL_MAX[i][0]))
+def test_max_keeps_infinities_and_passes_nan_on(on_host, function, case):
+    """Thread and tree must agree: otherwise the owner of an element decides whether NaN shows."""
+    assert equal(on_host[function, "max", "special"][case], [SPECIAL_MAX[case][1]])
+
+
+@pytest.mark.parametrize(
+    "case", range(len(SPECIAL_ONLINE)), ids=lambda i: str(SPECIAL_ONLINE[i][0])
+)
+def test_online_combine_of_special_values(on_host, case):
+    _, largest, total = SPECIAL_ONLINE[case]
+    assert equal(on_host["tree", "online", "special"][case], [largest, total])
+
+
+@pytest.mark.parametrize(
+    "case", range(len(SPECIAL_THREAD_ONLINE)), ids=lambda i: str(SPECIAL_THREAD_ONLINE[i][0])
+)
+def test_online_of_a_thread_with_special_values(on_host, case):
+    _, largest, total = SPECIAL_THREAD_ONLINE[case]
+    assert equal(on_host["thread", "online", "special"][case], [largest, total])
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_online_combine_is_the_sum_of_exponentials(on_host, count):
+    """Each level rounds a difference, an exponential, a product and a sum."""
+    levels = math.ceil(math.log2(count)) if count > 1 else 0
+    for row, found in zip(
+        REQUESTS["tree", "online", count], on_host["tree", "online", count], strict=True
+    ):
+        pairs = np.array(row, np.float32).astype(np.float64)
+        largest = pairs[:, 0].max()
+        shift = 0.0 if largest == -INF else largest
+        total = (pairs[:, 1] * np.exp2(pairs[:, 0] - shift)).sum()
+        # A difference up to 230 that is rounded by half an ulp changes 2 ** difference by a factor
+        # of 2 ** (230 * eps / 2); terms that far down do not count, those above 2 ** -60 do.
+        tolerance = levels * (60 * math.log(2) + 4) * np.finfo(np.float32).eps * total
+        assert found[0] == largest
+        assert abs(found[1] - total) <= tolerance
+
+
+def test_reader_and_writer_walk_over_the_ring(on_host):
+    """The writer waits for the phase before the reader's: in the first round for none."""
+    expected = [
+        [i % STAGES, i // STAGES % 2, i % STAGES, (i // STAGES + 1) % 2] for i in range(10)
+    ]
+    assert on_host["phases", str(STAGES), 10] == expected

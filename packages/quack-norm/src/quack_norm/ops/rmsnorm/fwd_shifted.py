@@ -1,0 +1,178 @@
+"""RMSNorm forward of rows that are no whole number of vectors (odd N), one tile per CTA.
+
+Such rows begin at changing offsets within 16 bytes of memory. A thread owns 16-byte pieces of
+memory, so that x, residual and the outputs move in whole accesses; weight and bias are shifted to
+them in registers. The sum does not depend on the offset: element e of a row is added to sum
+e mod (threads * vector), in order, whoever holds it, and the sums meet in one fixed tree.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from quack_core.device import copy, fast_math
+from quack_core.device.reduce import combine_tree
+from quack_core.reduction.base import ReductionBase
+
+from .config import FwdConfig
+from .fwd import (
+    arguments,
+    coordinates,
+    num_rows,
+    scale,
+    slice_pointer,
+    store_rstd,
+    weight_pointer,
+)
+from .spec import RMSNormFwdSpec
+
+
+class RMSNormFwdShifted(ReductionBase):
+    """A CTA, or a cluster of CTAs that share the columns, normalises ``rows_per_cta`` rows.
+
+    Threads: ``threads_per_row`` per row and CTA, each holding its pieces of the row in registers.
+    Shared memory: a float32 sum for each residue of an element's index; partial sums.
+    Synchronises: one CTA barrier and the reduction.
+    Traffic: every operand once; weight and bias twice per row, from L1 or L2.
+    """
+
+    def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
+        super().__init__(config.tiling(spec))
+        self.spec, self.config = spec, config
+        self.cols = config.slice_cols(spec)
+        self.align = copy.CHUNK if spec.in_phase else 2
+
+    @cute.jit
+    def __call__(  # the launcher's messages use these names
+        self,
+        x: cute.Tensor,  # (M, N) or (M1, M0, N)
+        weight: cute.Tensor | None,  # (N,) or (M0, N)
+        bias: cute.Tensor | None,  # like weight
+        residual: cute.Tensor | None,  # like x
+        out: cute.Tensor,  # like x
+        residual_out: cute.Tensor | None,  # like x
+        rstd: cute.Tensor | None,  # (M,) or (M1, M0)
+        state: cute.Tensor | None,
+        eps: Float32,
+        weight_offset: Float32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        rows = num_rows(x)
+        cluster = const_expr(self.tiling.cluster)
+        operands = (x, weight, bias, residual, out, residual_out, rstd)
+        self.kernel(*operands, eps, weight_offset, rows).launch(
+            grid=[cluster * cute.ceil_div(rows, self.tiling.rows_per_cta), 1, 1],
+            block=[self.tiling.num_threads, 1, 1],
+            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mX, mW, mB, mR, mY, mH, mRstd, eps: Float32, weight_offset: Float32, rows: Int32
+    ):
+        tiling, vec = const_expr(self.tiling), const_expr(self.tiling.vec)
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        thread, rank = self.thread_in_row(tid), block % tiling.cluster
+        row = block // tiling.cluster * tiling.rows_per_cta + self.row_in_cta(tid)
+        valid = row < rows
+        at, first = coordinates(mX, row if valid else Int32(0)), rank * self.cols
+        count = self._count(first, valid)  # elements of this CTA's slice
+        smem = cutlass.memory.SmemAllocator()
+        layout = cute.make_layout((tiling.threads_per_row, vec, tiling.rows_per_cta))
+        sSum = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        exchange = self.allocate(smem)
+        self.start_cluster(exchange, tid)
+
+        pX = slice_pointer(mX, at, first)
+        offset = Int32(0)
+        if const_expr(self.spec.in_phase):
+            offset = copy.vector_offset(pX, vec)
+        rX = self._load(mX, at, first, offset, count, thread)  # (vec, passes)
+        rR = self._load(mR, at, first, offset, count, thread)
+        sums = cute.make_rmem_tensor(vec, Float32)
+        sums.fill(0.0)
+        for p in cutlass.range_constexpr(tiling.passes):
+            h = self._value(rX, rR, p)
+            sums.store(sums.load() + h * h)
+        square_sum = self._meet(sums, sSum, thread, offset, self.row_in_cta(tid))
+        self.join_cluster()
+        (square_sum,) = self.reduce((square_sum,), exchange, tid, Int32(0))
+        rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
+        if const_expr(mRstd is not None):
+            if valid and thread == 0 and rank == 0:
+                store_rstd(mRstd, at, rstd)
+
+        rW = self._weight(mW, at, first, offset, thread)
+        rB = self._weight(mB, at, first, offset, thread)
+        for p in cutlass.range_constexpr(tiling.passes):
+            index, h = thread * vec + p * tiling.step - offset, self._value(rX, rR, p)
+            if const_expr(mH is not None):
+                self._store(h, slice_pointer(mH, at, first), index, count)
+            weight, bias = (None if r is None else r[None, p] for r in (rW, rB))
+            y = scale(h * rstd, weight, bias, weight_offset, self.spec.offset)
+            self._store(y, slice_pointer(mY, at, first), index, count)
+
+    @cute.jit
+    def _count(self, first: Int32, valid: Boolean) -> Int32:
+        """Elements of the slice that begins at column ``first``."""
+        count = self.spec.n - first
+        if count > self.cols:
+            count = Int32(self.cols)
+        if count < 0 or not valid:
+            count = Int32(0)
+        return count
+
+    def _load(self, tensor, at, first: Int32, offset: Int32, count: Int32, thread: Int32):
+        """The thread's pieces of a row, zeros outside the slice; None for an absent operand."""
+        if tensor is None:
+            return None
+        pointer = slice_pointer(tensor, at, first)
+        registers = copy.load_covering(pointer, -offset, count, self.tiling, thread, self.align)
+        copy.clear_outside(registers, -offset, count, self.tiling, thread)
+        return registers
+
+    def _value(self, rX: cute.Tensor, rR: cute.Tensor | None, p: int) -> cute.TensorSSA:
+        """x, or x + residual, in float32: one pass."""
+        x = rX[None, p].load().to(Float32)
+        return x if rR is None else x + rR[None, p].load().to(Float32)
+
+    @cute.jit
+    def _meet(
+        self, sums: cute.Tensor, sSum: cute.Tensor, thread: Int32, offset: Int32, row: Int32
+    ) -> Float32:
+        """Exchange the sums by residue: thread t gets those of elements t * vec and following."""
+        tiling = const_expr(self.tiling)
+        for v in cutlass.range_constexpr(tiling.vec):
+            residue = thread * tiling.vec + v - offset
+            if residue < 0:
+                residue += tiling.step
+            sSum[residue // tiling.vec, residue % tiling.vec, row] = sums[v]
+        cute.arch.sync_threads()
+        values = [(sSum[thread, v, row],) for v in range(tiling.vec)]
+        return combine_tree(values, self.reduction)[0]
+
+    def _weight(self, tensor, at, first: Int32, offset: Int32, thread: Int32):
+        """Weight or bias at the thread's pieces; None if there is none."""
+        if tensor is None:
+            return None
+        pointer, count = weight_pointer(tensor, at, first), self.spec.n - first
+        if self.spec.weight_align < copy.CHUNK:
+            return copy.load_covering(pointer, -offset, count, self.tiling, thread, 2)
+        return copy.align_vectors(pointer, offset, count, self.tiling, thread)
+
+    @cute.jit
+    def _store(self, values, pointer: cute.Pointer, index: Int32, count: Int32) -> None:
+        """Round the values to the output's dtype and write them to its row."""
+        registers = cute.make_rmem_tensor(self.tiling.vec, pointer.dtype)
+        registers.store(values.to(pointer.dtype))
+        copy.store_vector(registers, pointer, index, count, self.align)
+
+
+def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwdShifted, tuple]:
+    """The kernel and its symbolic arguments."""
+    return RMSNormFwdShifted(spec, config), arguments(spec, config)
