@@ -73,11 +73,13 @@ def load_seconds(arch: Arch) -> float:
 
 def restart(arch: Arch) -> None:
     """Print how long two new processes take to get the same kernel."""
-    print(f"\nKernels are kept in {store.folder() or 'memory only'}")
-    for turn in ("first", "next"):
+    seconds = []
+    for _ in range(2):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            seconds = process.submit(load_seconds, arch).result()
-        print(f"  the {turn} process had {SPECS[0].name} for {arch.target} after {seconds:.3f} s")
+            seconds.append(process.submit(load_seconds, arch).result())
+    print(f"\nCompiled kernels are kept in {store.folder() or 'memory only'}")
+    print(f"  {SPECS[0].name} for {arch.target}, in this order:")
+    print(f"  {seconds[0]:.3f} s in one new process, {seconds[1]:.3f} s in another")
 
 
 if __name__ == "__main__":

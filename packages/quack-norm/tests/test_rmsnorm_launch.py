@@ -1,15 +1,11 @@
-"""How operands reach a kernel, on any machine: a stand-in computes on the CPU what it is handed.
-
-It insists on what the kernels' signatures promise: one rank, unit strides, contiguous parameters,
-addresses of the alignment that the launcher was made for.
-"""
+"""How operands reach a kernel, on any machine: a stand-in computes on the CPU what it is handed."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from rmsnorm_fake import Kernel
 from rmsnorm_oracle import BF16, F32, Case, Operands, operands
 from torch import Tensor
 
@@ -19,78 +15,6 @@ from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import Layout, arrange, random
 from quack_norm.ops import rows
 from quack_norm.ops.rmsnorm import autograd, launch, prepare, reference
-
-
-class Kernel:
-    """Counts launches; keeps what the last one was handed."""
-
-    def __init__(self) -> None:
-        self.prepared = 0
-        self.launched: list[tuple[Tensor | None, ...]] = []
-
-    def forward(self, x: Tensor, *args: Any) -> Any:
-        *_, bits = args
-        self.prepared += 1
-        align = rows.alignment(bits)
-
-        def run(*operands: Any) -> None:
-            x, weight, bias, residual, out, h, rstd, _, eps, offset, _ = operands
-            self._take((x, residual, out, h), (weight, bias), (x, weight, bias, residual), align)
-            stored = None if h is None else h.dtype
-            found = reference.forward(x, weight, bias, residual, eps, offset, out.dtype, stored)
-            for target, value in zip((out, h, rstd), found, strict=True):
-                if target is not None:
-                    target.copy_(value)
-
-        return run
-
-    def backward(self, *args: Any) -> Any:
-        *_, per_head, bits = args
-        self.prepared += 1
-        align = rows.alignment(bits)
-
-        def run(*operands: Any) -> None:
-            h, weight, dout, rstd, dh, dx, dresidual, dw, db, _, _, offset, _ = operands
-            given = (h, weight, dout, dh)
-            self._take((h, dout, dh, dx, dresidual), (weight, dw, db), given, align)
-            if rstd.shape != h.shape[:-1] or not rstd.is_contiguous():
-                raise ValueError("rstd")
-            wanted = [None if t is None else t.dtype for t in (dresidual, db)]
-            args = (h, weight, dout, rstd, dh, offset, dx.dtype, wanted[0], dw is not None)
-            found = reference.backward(*args, wanted[1], per_head)
-            for target, value in zip((dx, dresidual, dw, db), found, strict=True):
-                if target is not None:
-                    target.copy_(value)
-
-        return run
-
-    def _take(self, moved: tuple, parameters: tuple, given: tuple, align: int) -> None:
-        """Refuse, as a launcher does, what a kernel cannot read."""
-        present = [t for t in moved if t is not None]
-        shape = present[0].shape
-        if len(shape) not in (2, 3) or any(t.shape != shape for t in present):
-            raise ValueError(f"shapes {[tuple(t.shape) for t in present]}")
-        if any(t.stride(-1) != 1 and shape[-1] > 1 for t in present):
-            raise ValueError("stride of the last dimension")
-        for tensor in parameters:
-            if tensor is not None and not tensor.is_contiguous():
-                raise ValueError("stride of a parameter")
-            if tensor is not None and tensor.shape not in (shape[-1:], shape[-2:]):
-                raise ValueError("shape of a parameter")
-        if any(t is not None and t.data_ptr() % align for t in given):
-            raise ValueError("misaligned address")
-        self.launched.append(moved)
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    fake = Kernel()
-    monkeypatch.setattr(prepare, "forward", fake.forward)
-    monkeypatch.setattr(prepare, "backward", fake.backward)
-    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
-    monkeypatch.setattr(launch, "_forward", {})
-    monkeypatch.setattr(launch, "_backward", {})
-    yield fake
 
 
 def forward(data: Operands, **changes: Any) -> Any:
@@ -173,17 +97,7 @@ def test_one_launcher_serves_all_batches(kernel: Kernel) -> None:
     for count in (1, 2, 17, 255):
         x = random((count, 64), BF16, seed=1)
         launch.forward(x, None, None, None, 1e-6, 0.0, None, None, False)
-    assert (kernel.prepared, len(kernel.launched)) == (1, 4)
-
-
-def test_alignment_and_offset_choose_launchers(kernel: Kernel) -> None:
-    buffer = random((8 * 64 + 16,), BF16, seed=1)
-    for start in (0, 8, 16, 4, 2, 1):
-        x = buffer[start : start + 8 * 64].view(8, 64)
-        launch.forward(x, None, None, None, 1e-6, 0.0, None, None, False)
-    assert kernel.prepared == 4  # 16, 8, 4 and 2 bytes
-    launch.forward(x, None, None, None, 1e-6, 1.0, None, None, False)
-    assert kernel.prepared == 5
+    assert (len(kernel.loaded), len(kernel.launched)) == (1, 4)
 
 
 def test_weight_with_stride_is_copied_after_the_refusal(kernel: Kernel) -> None:
@@ -214,7 +128,7 @@ def test_a_launchers_own_error_comes_through(
 
         return run
 
-    monkeypatch.setattr(prepare, "forward", broken)
+    monkeypatch.setattr(prepare.cache, "load", broken)
     with pytest.raises(ValueError, match="the launcher's own"):
         launch.forward(torch.ones(2, 64), None, None, None, 1e-6, 0.0, None, None, False)
 
@@ -236,11 +150,6 @@ def test_a_launchers_own_error_comes_through(
 )
 def test_outer_groups(shape: tuple, strides: tuple, groups: list) -> None:
     assert rows.outer_groups(shape, strides) == groups
-
-
-@pytest.mark.parametrize(("bits", "align"), [(0, 16), (32, 16), (8, 8), (24, 8), (4, 4), (6, 2)])
-def test_alignment(bits: int, align: int) -> None:
-    assert rows.alignment(bits) == align
 
 
 def test_an_unknown_architecture_raises(monkeypatch: pytest.MonkeyPatch) -> None:

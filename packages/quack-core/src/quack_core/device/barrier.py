@@ -8,14 +8,24 @@ behind, so the owner gives the next launch a fresh one (``quack_core.torch_works
 
 An mbarrier completes a phase when its arrivals and its announced bytes have come; then the next
 phase begins. ``wait`` names a phase by its parity: phases 0, 2, 4 have parity 0. A ring of stages
-has two mbarriers per stage, ``full`` and ``empty``; both sides walk over it with a ``Phase`` each:
+has two mbarriers per stage, ``full`` and ``empty``. Both sides walk over it with a ``Phase`` each.
+The warp that fills it:
 
-    phase = empty_phase()                  # the producer's warp   | phase = full_phase()
-    for ...:                               #                       | for ...:
-        wait(empty, phase)                 #                       |     wait(full, phase)
-        expect_bytes(full, phase, n)       #                       |     (read the stage)
-        (copies that complete on full)     #                       |     arrive(empty, phase)
-        phase = next_phase(phase, stages)  #                       |     phase = next_phase(...)
+    phase = empty_phase()
+    for i in range(count):
+        wait(empty, phase)
+        expect_bytes(full, phase, num_bytes)
+        (copies into phase.stage that complete on full + phase.stage)
+        phase = next_phase(phase, stages)
+
+The warps that read it:
+
+    phase = full_phase()
+    for i in range(count):
+        wait(full, phase)
+        (read phase.stage)
+        arrive(empty, phase)
+        phase = next_phase(phase, stages)
 """
 
 import enum
@@ -114,7 +124,8 @@ def arrive(mbar: cute.Pointer, phase: Phase, peer: Int32 | None = None) -> None:
     Threads: all lanes of one warp, one of which arrives.
 
     Args:
-        peer: rank in the cluster of the CTA whose mbarrier it is; None for this CTA's own.
+        peer: rank in the cluster of the CTA whose mbarrier it is, to tell that this warp has read a
+            stage; data for the peer come by copies that complete there. None for this CTA's own.
 
     Source: PTX ISA, mbarrier.arrive; mapa.
     """
@@ -207,7 +218,6 @@ def last_arrival(
     Source: PTX ISA, memory consistency model: the barriers extend the order of thread 0's atomic
     addition (acquire and release) to the whole CTA.
     """
-    cute.arch.fence_acq_rel_gpu()
     cute.arch.sync_threads()
     if tid == 0:
         before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
@@ -215,9 +225,7 @@ def last_arrival(
         if before == expected - 1:
             cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
     cute.arch.sync_threads()
-    is_last = shared[0] == expected - 1
-    cute.arch.fence_acq_rel_gpu()
-    return is_last
+    return shared[0] == expected - 1
 
 
 @cute.jit

@@ -2,8 +2,8 @@
 
 * Rows of whole vectors (``RowTiling``): ``load_vectors``, ``store_vectors`` and, through shared
   memory, ``fetch_vectors``, in accesses as wide as the alignment allows.
-* Rows that are no whole number of vectors and begin anywhere: ``load_covering``, ``align_vectors``
-  and ``store_vector`` work on 16-byte pieces of memory that cover the row.
+* Rows that are no whole number of vectors and begin anywhere: ``load_piece``,
+  ``load_shifted`` and ``store_piece`` work on 16-byte pieces of memory that cover the row.
 """
 
 import cutlass
@@ -152,84 +152,93 @@ def vector_offset(pointer: cute.Pointer, vec: int) -> Int32:
 
 
 @cute.jit
-def load_covering(
+def piece_predicate(
+    pointer: cute.Pointer, index: Int32, count: Int32, vec: cutlass.Constexpr[int], align: int
+) -> cute.Tensor:
+    """Which accesses of a piece meet an element ``0 <= e < count``: (1, accesses)."""
+    access = const_expr(access_elements(vec, pointer.dtype.width, align))
+    pred = cute.make_rmem_tensor(cute.make_layout((1, vec // access)), Boolean)
+    for a in cutlass.range_constexpr(vec // access):
+        first = index + a * access
+        pred[0, a] = (first + access > 0) & (first < count)
+    return pred
+
+
+def piece_view(pointer: cute.Pointer, index: Int32, vec: int, align: int) -> cute.Tensor:
+    """Elements ``index`` to ``index + vec`` of a row as ((access, 1), accesses)."""
+    width = pointer.dtype.width
+    access = access_elements(vec, width, align)
+    layout = cute.make_layout(((access, 1), vec // access), stride=((1, 0), access))
+    return cute.make_tensor(aligned(pointer + index, access * width // 8), layout)
+
+
+@cute.jit
+def load_piece(
     pointer: cute.Pointer,
-    begin: Int32,
+    index: Int32,
     count: Int32,
-    tiling: cutlass.Constexpr,
-    thread: Int32,
+    vec: cutlass.Constexpr[int],
     align: cutlass.Constexpr[int],
 ) -> cute.Tensor:
-    """Vectors of a thread from element ``begin`` (not above 0) of a row on: registers (vec, passes).
+    """Elements ``index`` to ``index + vec`` of a row in global memory: registers (vec,).
 
     An access takes place if it meets an element ``0 <= e < count``; then all of it is read, which
-    is safe where ``align`` is 16, because 16 aligned bytes never straddle the end of an
-    allocation. Elements outside may hold anything where accesses are made, zeros elsewhere.
+    is safe where ``align`` is 16: 16 aligned bytes never straddle the end of an allocation.
+    Elements outside hold anything: ``clear_outside``.
 
     Args:
-        align: bytes that divide the address of element ``begin``.
+        align: bytes that divide the address of element ``index``.
     """
-    source = vector_view(pointer + begin, tiling, thread, align)
-    registers = make_registers(tiling, pointer.dtype)
+    source = piece_view(pointer, index, vec, align)
+    registers = cute.make_rmem_tensor(vec, pointer.dtype)
     registers.fill(0)
-    access = const_expr(source.shape[0][0])
-    layout = cute.make_layout((1, *source.shape[1:]))
-    pred = cute.make_rmem_tensor(layout, Boolean)
-    for p in cutlass.range_constexpr(tiling.passes):
-        for a in cutlass.range_constexpr(source.shape[1]):
-            index = begin + thread * tiling.vec + p * tiling.step + a * access
-            pred[0, a, p] = (index + access > 0) & (index < count)
-    atom = _atom(CopyUniversalOp(), pointer.dtype, access)
-    cute.copy(atom, source, register_view(registers, source), pred=pred)
+    target = cute.make_tensor(registers.iterator, cute.make_layout(source.shape))
+    pred = piece_predicate(pointer, index, count, vec, align)
+    cute.copy(_atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0]), source, target, pred=pred)
     return registers
 
 
 @cute.jit
-def clear_outside(
-    registers: cute.Tensor, begin: Int32, count: Int32, tiling: cutlass.Constexpr, thread: Int32
-) -> None:
-    """Set the elements outside ``0 <= e < count`` of ``load_covering`` to zero."""
-    for p in cutlass.range_constexpr(tiling.passes):
-        index = begin + thread * tiling.vec + p * tiling.step
-        if index < 0 or index + tiling.vec > count:
-            for v in cutlass.range_constexpr(tiling.vec):
-                if index + v < 0 or index + v >= count:
-                    registers[v, p] = registers.element_type(0)
+def clear_outside(registers: cute.Tensor, index: Int32, count: Int32) -> None:
+    """Set the elements of a piece that lie outside ``0 <= e < count`` to zero."""
+    vec = const_expr(cute.size(registers))
+    if index < 0 or index + vec > count:
+        for v in cutlass.range_constexpr(vec):
+            if index + v < 0 or index + v >= count:
+                registers[v] = registers.element_type(0)
 
 
 @cute.jit
-def align_vectors(
+def load_shifted(
     pointer: cute.Pointer,
-    offset: Int32,
+    index: Int32,
     count: Int32,
-    tiling: cutlass.Constexpr,
-    thread: Int32,
+    offset: Int32,
+    vec: cutlass.Constexpr[int],
 ) -> cute.Tensor:
-    """Vectors that begin ``offset`` elements before those of ``load_vectors``: (vec, passes).
+    """As ``load_piece`` with ``align`` 16, where ``pointer`` is aligned and ``index`` is not.
 
-    For a row whose address is a multiple of 16 bytes: pairs of whole vectors, shifted in registers.
-    Elements outside the row may hold anything.
+    Two pieces in 16-byte accesses and a shift in registers.
 
     Args:
-        offset: 0 to vec - 1; it should be the same for all threads of a warp.
+        offset: ``-index`` modulo ``vec``; it should be the same for all threads of a warp.
     """
-    vec, size = const_expr(tiling.vec), const_expr(pointer.dtype.width // 8)
-    begin = Int32(-vec) if offset > 0 else Int32(0)
-    back = (vec - offset) * size if offset > 0 else Int32(0)
-    low = load_covering(pointer, begin, count, tiling, thread, CHUNK)
-    high = load_covering(pointer, begin + vec, count, tiling, thread, CHUNK)
-    registers = make_registers(tiling, pointer.dtype)
-    target, halves = cute.recast_tensor(registers, Uint32), (low, high)
-    for p in cutlass.range_constexpr(tiling.passes):
-        words = [cute.recast_tensor(half, Uint32)[i, p] for half in halves for i in range(vec * size // 4)]
-        found = _shift(words, back, vec * size)
-        for i in cutlass.range_constexpr(vec * size // 4):
-            target[i, p] = found[i]
+    num_words = const_expr(vec * pointer.dtype.width // 32)
+    back = vec - offset if offset > 0 else Int32(0)
+    low = load_piece(pointer, index - back, count, vec, CHUNK)
+    high = load_piece(pointer, index - back + vec, count, vec, CHUNK)
+    halves = (cute.recast_tensor(low, Uint32), cute.recast_tensor(high, Uint32))
+    words = [half[i] for half in halves for i in range(num_words)]
+    found = _shift(words, back * (pointer.dtype.width // 8), 4 * num_words)
+    registers = cute.make_rmem_tensor(vec, pointer.dtype)
+    target = cute.recast_tensor(registers, Uint32)
+    for i in cutlass.range_constexpr(num_words):
+        target[i] = found[i]
     return registers
 
 
 @cute.jit
-def store_vector(
+def store_piece(
     registers: cute.Tensor,
     pointer: cute.Pointer,
     index: Int32,

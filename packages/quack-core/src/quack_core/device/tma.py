@@ -2,9 +2,9 @@
 
 Rules that all of them share:
 
-* All lanes of one warp call a function, converged; one lane issues the copy. Never call it under
-  ``elect_one``: a function elects by itself, and electing twice hangs. (For one-dimensional copies
-  the DSL elects nobody, for tiles it does; these functions hide the difference.)
+* All lanes of one warp call a function, converged; the copy is issued once. Never call it under
+  ``elect_one``: it elects a lane itself, and electing twice hangs. (The DSL elects a lane for tiles,
+  but none for one-dimensional copies; here both are called alike.)
 * A load completes on an mbarrier, whose phase expects its bytes (``barrier.expect_bytes``) before
   the copy is issued. A store belongs to a group (``bulk_commit``, ``bulk_wait_read``,
   ``bulk_wait_written``), and commit and waits are for the warp that issued it.
@@ -44,7 +44,8 @@ def bulk_load(
 
     Args:
         receivers: ranks in the cluster, a bit each: the bytes arrive at the same place, and on the
-            same mbarrier, of every CTA among them. None: of this CTA.
+            same mbarrier, of every CTA among them. None: of this CTA. sm_120 has no such copies;
+            the compiler calls a routine in their place.
 
     Source: PTX ISA, cp.async.bulk (global to shared::cluster, .multicast::cluster).
     """
@@ -123,8 +124,7 @@ def bulk_add(source: cute.Pointer, target: cute.Pointer, count: Int32) -> None:
         raise TypeError(f"bulk_add takes float32, found {source.dtype} and {target.dtype}")
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
-            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
-            "[{$r0}], [{$r1}], {$r2};",
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
             read_only_args=[target.toint(), _address(source), Int32(count) * 4],
         )
 
@@ -183,7 +183,8 @@ def load_atom(
         tensor: any rank up to 5, one stride of which is 1.
         smem_layout: of a tile in shared memory, or (*tile, stages); possibly swizzled.
         tile: extents.
-        sharers: CTAs of the cluster that load a part of a tile each, for all of them.
+        sharers: CTAs of the cluster that load a part of a tile each, for all of them; not on sm_120,
+            as for ``bulk_load``.
 
     Returns:
         A pair: the copy atom, and the tensor of coordinates that stands for ``tensor``.

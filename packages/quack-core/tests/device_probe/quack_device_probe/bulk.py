@@ -4,7 +4,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass.memory
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Int32, Int64, const_expr, cute
 
 from quack_core.device import barrier, tma
 from quack_core.jit.compile import symbolic
@@ -40,13 +40,13 @@ class Bulk:
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor):
         path, n, cluster = (const_expr(v) for v in (self.spec.path, self.spec.n, self.spec.cluster))
-        num_bytes = const_expr(4 * n)
+        num_bytes = const_expr(n * mX.element_type.width // 8)
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         rank, warp = row % cluster, cute.arch.make_warp_uniform(tid // 32)
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_layout((n, 2))
-        shared = smem.allocate_tensor(Float32, layout, byte_alignment=128)
+        shared = smem.allocate_tensor(mX.element_type, layout, byte_alignment=128)
         mine, theirs = shared[None, 0].iterator, shared[None, 1].iterator
         mbar = barrier.allocate_mbarriers(smem, 2)
         barrier.init_mbarriers(mbar, 2, 1, tid)
@@ -72,7 +72,7 @@ class Bulk:
             barrier.wait(mbar, received)
         if const_expr(path == "store"):
             for i in range(tid, n, THREADS):
-                shared[i, 0] = shared[i, 0] * 2.0
+                shared[i, 0] = shared[i, 0] + shared[i, 0]
         tma.publish_shared()
         cute.arch.sync_threads()
         if warp == 1:
@@ -92,5 +92,5 @@ class Bulk:
 def build(spec: BulkSpec, config: ProbeConfig) -> tuple[Bulk, tuple[Any, ...]]:
     """The kernel and its symbolic arguments."""
     rows = sym_int()
-    x, y = (symbolic("float32", (rows, spec.n), align=16) for _ in range(2))
+    x, y = (symbolic(spec.dtype, (rows, spec.n), align=16) for _ in range(2))
     return Bulk(spec), (x, y)

@@ -45,7 +45,7 @@ class VectorSpec:
 
 @dataclass(frozen=True)
 class UnalignedSpec:
-    """Rows that begin anywhere are copied to rows that begin elsewhere: ``covering`` or ``align``."""
+    """Rows that begin anywhere are copied to rows that begin elsewhere: ``piece`` or ``shift``."""
 
     n: int
     dtype: str
@@ -67,12 +67,13 @@ class UnalignedSpec:
 class BulkSpec:
     """One-dimensional bulk copies: ``store``, ``add``, ``send`` or ``multicast``.
 
-    ``n`` float32 values per CTA, which a cluster passes on from CTA to CTA.
+    ``n`` values per CTA, which a cluster passes on from CTA to CTA.
     """
 
     path: str
     n: int
     cluster: int = 1
+    dtype: str = "float32"
 
     @property
     def name(self) -> str:
@@ -99,7 +100,10 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """Rows of float32 are reduced: ``sum``, ``sum2``, ``max`` or ``online``."""
+    """Rows of float32 are reduced: ``sum``, ``sum2``, ``max`` or ``online``.
+
+    ``ahead``: a round is posted before the one before it is finished.
+    """
 
     reduction: str
     n: int
@@ -108,11 +112,12 @@ class ReduceSpec:
     rows_per_cta: int = 1
     cluster: int = 1
     rounds: int = 1
+    ahead: bool = False
 
     @property
     def name(self) -> str:
         """Kernel name."""
-        return f"probe_{self.reduction}_n{self.n}_c{self.cluster}"
+        return f"probe_{self.reduction}{'_ahead' * self.ahead}_n{self.n}_c{self.cluster}"
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class GridSpec:
         return f"probe_grid_{self.path}"
 
 
-ALIGNMENTS = ("covering", "align")
+UNALIGNED = ("piece", "shift")
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
 PROBES = (
@@ -136,7 +141,7 @@ PROBES = (
     Probe("vectors", VectorSpec(1024, 4, 128, 1, 16, F32)),  # whole passes: no predicate
     Probe("vectors", VectorSpec(1000, 4, 128, 1, 4, F32)),
     *(Probe("vectors", VectorSpec(1000, 8, 32, 4, align, F16, "fetch")) for align in (16, 8, 4)),
-    *(Probe("unaligned", UnalignedSpec(1001, d, p)) for d in (BF16, F32) for p in ALIGNMENTS),
+    *(Probe("unaligned", UnalignedSpec(1001, d, p)) for d in (BF16, F32) for p in UNALIGNED),
     Probe("bulk", BulkSpec("store", 512)),
     Probe("bulk", BulkSpec("add", 512)),
     Probe("bulk", BulkSpec("send", 512, cluster=4)),
@@ -152,5 +157,7 @@ PROBES = (
     Probe("reduction", ReduceSpec("sum", 8192, 4, 128, cluster=2, rounds=5)),
     Probe("reduction", ReduceSpec("max", 8000, 4, 128, cluster=4)),
     Probe("reduction", ReduceSpec("online", 8192, 4, 128, cluster=8, rounds=3)),
+    Probe("reduction", ReduceSpec("sum2", 2048, 4, 128, cluster=4, rounds=9, ahead=True)),
+    Probe("reduction", ReduceSpec("max", 1024, 4, 128, rounds=9, ahead=True)),
     *(Probe("grid", GridSpec(path)) for path in ("last", "turns", "groups")),
 )

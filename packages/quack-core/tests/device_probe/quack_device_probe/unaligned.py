@@ -1,4 +1,4 @@
-"""Rows that begin anywhere: load_covering, clear_outside, align_vectors, store_vector."""
+"""Rows that begin anywhere: load_piece, clear_outside, load_shifted, store_piece."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from .specs import ProbeConfig, UnalignedSpec
 class Unaligned:
     """A CTA copies a row of x to a row of y that has another alignment.
 
-    * ``covering``: x begins anywhere. What the threads hold, with zeros outside of the row, goes to
+    * ``piece``: x begins anywhere. What the threads hold, with zeros outside of the row, goes to
       z as well: (rows, columns of the tiling).
-    * ``align``: x begins at a multiple of 16 bytes, y anywhere and gets 16-byte stores.
+    * ``shift``: x begins at a multiple of 16 bytes, y anywhere and gets 16-byte stores.
     """
 
     def __init__(self, spec: UnalignedSpec) -> None:
@@ -38,29 +38,28 @@ class Unaligned:
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         pX, pY = (t[Int64(row), None].iterator for t in (mX, mY))
-        if const_expr(self.spec.path == "covering"):
-            offset = copy.vector_offset(pX, tiling.vec)
-            values = copy.load_covering(pX, -offset, Int32(n), tiling, thread, copy.CHUNK)
-            copy.clear_outside(values, -offset, Int32(n), tiling, thread)
-            pZ = mZ[Int64(row), None].iterator
-            copy.store_vectors(values, pZ, tiling, thread, copy.CHUNK)
-            align = const_expr(mX.element_type.width // 8)
-        else:
-            offset = copy.vector_offset(pY, tiling.vec)
-            values = copy.align_vectors(pX, offset, Int32(n), tiling, thread)
-            align = const_expr(copy.CHUNK)
+        vec, count = const_expr(tiling.vec), Int32(n)
+        piece = const_expr(self.spec.path == "piece")
+        offset = copy.vector_offset(pX if piece else pY, vec)
         for p in cutlass.range_constexpr(tiling.passes):
-            index = thread * tiling.vec + p * tiling.step - offset
-            copy.store_vector(values[None, p], pY, index, Int32(n), align)
+            place = thread * vec + p * tiling.step
+            index = place - offset
+            if const_expr(piece):
+                values = copy.load_piece(pX, index, count, vec, copy.CHUNK)
+                copy.clear_outside(values, index, count)
+                pZ = mZ[Int64(row), None].iterator
+                copy.store_piece(values, pZ, place, Int32(tiling.cols), copy.CHUNK)
+                copy.store_piece(values, pY, index, count, const_expr(mX.element_type.width // 8))
+            else:
+                values = copy.load_shifted(pX, index, count, offset, vec)
+                copy.store_piece(values, pY, index, count, copy.CHUNK)
 
 
 def build(spec: UnalignedSpec, config: ProbeConfig) -> tuple[Unaligned, tuple[Any, ...]]:
     """The kernel and its symbolic arguments."""
     rows, element = sym_int(), to_cute(spec.dtype).width // 8
-    covering = spec.path == "covering"
-    x = symbolic(spec.dtype, (rows, spec.n), align=element if covering else copy.CHUNK)
+    piece = spec.path == "piece"
+    x = symbolic(spec.dtype, (rows, spec.n), align=element if piece else copy.CHUNK)
     y = symbolic(spec.dtype, (rows, spec.n), align=element)
-    z = symbolic(spec.dtype if covering else None, (rows, spec.tiling.cols), align=copy.CHUNK)
+    z = symbolic(spec.dtype if piece else None, (rows, spec.tiling.cols), align=copy.CHUNK)
     return Unaligned(spec), (x, y, z)
-
-

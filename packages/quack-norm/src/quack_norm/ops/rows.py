@@ -93,3 +93,17 @@ def in_phase(vector: int, *tensors: Tensor | None) -> bool:
         if t is not None
     }
     return len(phases) <= 1
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether all tensors are contiguous and begin at multiples of 32 bytes.
+
+    Then their rows are in phase: 32 bytes are 8 elements of float32.
+    """
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            if not tensor.is_contiguous():
+                return False
+            bits |= tensor.data_ptr()
+    return not bits & 31

@@ -115,7 +115,7 @@ def rmsnorm(
     elif residual_dtype is None:
         residual_dtype = x.dtype if residual is None else residual.dtype
     if out is not None:
-        check.output(out, out_dtype, x, weight, bias, residual)
+        check.output(out, out_dtype, x, weight, bias, residual, direct)
         out_dtype = out.dtype
     h: Tensor | None
     rstd: Tensor | None

@@ -27,7 +27,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        output = launch.forward(*inputs, True)
+        output = launch.forward(*inputs, want_rstd=True)  # type: ignore[misc]
         _save(ctx, inputs, output)
         return output  # type: ignore[return-value]
 
@@ -106,7 +106,7 @@ def _forward_cpu(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_cuda(*args: Any) -> tuple[Tensor, ...]:
-    out, stored, rstd = launch.forward(*args, True)
+    out, stored, rstd = launch.forward(*args, want_rstd=True)  # type: ignore[misc]
     x = args[0]
     return _present(x, (out, stored.clone() if stored is x else stored, rstd))
 

@@ -97,6 +97,7 @@ def output(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
+    direct: bool,
 ) -> None:
     """Check that ``out`` may be written: dtype, layout, no gradient, no harmful overlap.
 
@@ -104,6 +105,7 @@ def output(
         out: the caller's tensor.
         out_dtype: the caller's ``out_dtype``.
         x, weight, bias, residual: what the operator reads.
+        direct: whether they are known to have addresses.
     """
     operands = (("x", x), ("weight", weight), ("bias", bias), ("residual", residual))
     if out_dtype is not None and out.dtype != out_dtype:
@@ -123,11 +125,17 @@ def output(
     if not dense:
         parameter = bias if weight is None else weight
         _writable(out, parameter is not None and parameter.dim() == 2)
-    if not torch_op.eager(out, x, weight, bias, residual) or out.device.type == "meta":
+    if not direct and (out.is_meta or not torch_op.eager(out, x, weight, bias, residual)):
         return  # no addresses to compare
+    start = out.data_ptr()
+    end = start + out.nbytes if dense else -1
     for name, tensor in operands:
-        if tensor is None or (dense and tensor.is_contiguous() and _disjoint(out, tensor)):
+        if tensor is None:
             continue
+        if dense and tensor.is_contiguous():  # the quick answer
+            other = tensor.data_ptr()
+            if end <= other or other + tensor.nbytes <= start:
+                continue
         if _overlap(out, tensor) and not (name == "x" and _identical(out, tensor)):
             raise LayoutError(
                 f"rmsnorm: out overlaps {name} in memory: out may be x itself, and must share "
@@ -233,12 +241,6 @@ def _writable(out: Tensor, per_head: bool) -> None:
             f"rmsnorm: out has strides {out.stride()}: at most two strides may lead to its rows"
             f"{', one of them to the heads' if per_head else ''}; leave out= away and copy"
         )
-
-
-def _disjoint(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors lie apart."""
-    start, other = a.data_ptr(), b.data_ptr()
-    return start + a.nbytes <= other or other + b.nbytes <= start
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -16,6 +16,8 @@ from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 CHUNK = 16
 """Bytes of the widest access."""
+MAX_PHASES = 8
+"""Offsets at which rows can begin within a vector."""
 MIN_SHIFTED = 256
 """Shorter rows without full vectors move element by element."""
 SHIFTED_COLS = 20480
@@ -50,7 +52,7 @@ class FwdConfig:
     @property
     def module(self) -> str:
         """The kernel's module."""
-        kernel = "fwd_shifted" if self.shifted else "fwd_ring" if self.stages else "fwd"
+        kernel = "fwd" + "_shifted" * self.shifted + "_ring" * (self.stages > 0)
         return f"{__package__}.{kernel}"
 
     @property
@@ -63,8 +65,13 @@ class FwdConfig:
 
     @property
     def state_ints(self) -> int:
-        """Counters of the kernel: rows drawn, clusters that left."""
-        return 2 if self.persistent else 0
+        """Counters of the kernel: clusters that left, rows drawn (for each phase)."""
+        return 0 if not self.persistent else 1 + MAX_PHASES if self.shifted else 2
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
+        return min(255, 65536 // (max(1, self.ctas_per_sm) * self.num_threads))
 
     def tiling(self, spec: RMSNormFwdSpec) -> RowTiling:
         n, vec = spec.n, spec.vec
@@ -83,17 +90,16 @@ class FwdConfig:
         """Shared memory of a CTA."""
         tiling = self.tiling(spec)
         inputs = [name for name in (spec.x, spec.residual) if name]
-        if self.shifted:
-            sums = 4 * tiling.step * tiling.rows_per_cta
-            return sums + tiling.shared_bytes() + 1024
+        residues = 4 * tiling.step * tiling.rows_per_cta if self.shifted else 0
         if self.stages:
             rows = sum(tiling.cols * dtypes.width(name) // 8 for name in inputs)
-            return self.stages * rows + tiling.shared_bytes(buffers=2) + 1024 + 64
-        return tiling.shared_bytes() + 1024
+            residues += self.stages * rows + 128
+        return residues + tiling.shared_bytes(buffers=4 if self.stages else 1) + 1024
 
     def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
-        """Clusters to launch if the kernel is persistent."""
-        return min(resident, rows)
+        """Clusters to launch if the kernel is persistent; at least one per phase."""
+        least = MAX_PHASES if self.shifted else 1
+        return min(max(resident, least), rows)
 
 
 @dataclass(frozen=True)

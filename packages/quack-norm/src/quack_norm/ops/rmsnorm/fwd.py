@@ -158,7 +158,9 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
         return symbolic(name, shape, align=align)
 
     rstd = symbolic("float32", outer, align=4, contiguous=True) if spec.rstd else None
-    state = symbolic("int32", (2,), align=8, contiguous=True) if config.state_ints else None
+    state = None
+    if config.state_ints:
+        state = symbolic("int32", (config.state_ints,), align=4, contiguous=True)
     return (
         tensor(spec.x, rows),
         tensor(spec.weight, weights),

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import copy, fast_math
 from quack_core.device.reduce import thread_sum
@@ -24,26 +24,28 @@ from .fwd import (
     slice_pointer,
     store_row,
     store_rstd,
-    weight_pointer,
 )
 from .spec import RMSNormFwdSpec
 
+BUFFERS = 4
 TICKET_BYTES = 4
 
 
 class RMSNormFwdRing(ReductionBase):
     """Clusters walk over rows; each CTA owns a slice of the columns.
 
+    Two rows are in registers: while the sum of one travels, the next one is read and summed.
+
     Threads: all of a CTA share its slice; each fetches, and reads back, only its own vectors.
-    Shared memory: ``stages`` slices of x (and residual); partial sums and row numbers, two of each.
-    Synchronises: one barrier, or one phase of the cluster's mbarrier, per row. The row number drawn
-    for later travels with the partial sums.
+    Shared memory: ``stages`` slices of x (and residual) in flight; partial sums and row numbers.
+    Synchronises: one barrier per row, with a cluster one phase of its mbarrier too. The row number
+    drawn for later travels with the partial sums.
     Global state: rows drawn, clusters that left; zero before, cleared by the last cluster to leave.
     Traffic: every operand once; weight and bias once per CTA.
     """
 
     def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
-        super().__init__(config.tiling(spec), buffers=2)
+        super().__init__(config.tiling(spec), buffers=BUFFERS)
         self.spec, self.config = spec, config
 
     @cute.jit
@@ -56,7 +58,7 @@ class RMSNormFwdRing(ReductionBase):
         out: cute.Tensor,  # like x
         residual_out: cute.Tensor | None,  # like x
         rstd: cute.Tensor | None,  # (M,) or (M1, M0)
-        state: cute.Tensor,  # (2,)
+        state: cute.Tensor,  # (config.state_ints,)
         eps: Float32,
         weight_offset: Float32,
         groups: Int32,
@@ -77,70 +79,98 @@ class RMSNormFwdRing(ReductionBase):
     def kernel(
         self, mX, mW, mB, mR, mY, mH, mRstd, mState, eps: Float32, weight_offset: Float32, groups: Int32
     ):
-        tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
-        weight_align = const_expr(self.spec.weight_align)
+        tiling = const_expr(self.tiling)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         group, rank = block // tiling.cluster, block % tiling.cluster
-        first, rows = rank * tiling.cols, num_rows(mX)
-        pred = None  # (1, 1, passes): does the vector exist?
-        if const_expr(tiling.ragged):
-            pred = copy.column_predicate(tiling, tid, rank, cutlass.Boolean(True))
-
+        line, lines, sharers = self._share(num_rows(mX), group, groups)
         smem = cutlass.memory.SmemAllocator()
         sX, sR = (self._ring(smem, tensor) for tensor in (mX, mR))  # (cols, stages)
+        scratch = self._scratch(smem)
         exchange = self.allocate(smem)
-        tickets = smem.allocate_tensor(Int32, cute.make_layout(2), byte_alignment=8)
+        tickets = smem.allocate_tensor(Int32, cute.make_layout(BUFFERS), byte_alignment=16)
         self.start_cluster(exchange, tid)
+        place = self._place(mX, group, line, rank, tid)  # where this thread's vectors lie
 
         stages = const_expr(self.config.stages)
-        queue = cute.make_rmem_tensor(cute.make_layout(stages), Int32)  # the rows after this one
+        queue = cute.make_rmem_tensor(cute.make_layout(stages + 1), Int32)  # lines after this one
         for s in cutlass.range_constexpr(stages):
-            queue[s] = group + (s + 1) * groups
-            self._fetch(mX, mR, sX, sR, group + s * groups, rows, rank, Int32(s), tid)
-        ticket = rows  # of thread 0 of rank 0: the row drawn for later; rows and above: none left
-        drawn = (stages + 1) * groups
-        if tid == 0 and rank == 0 and drawn < rows:
-            ticket = drawn + draw(mState)
-        rW, rB = None, None
-        if const_expr(mW is not None):
-            rW = copy.load_vectors(mW.iterator + first, tiling, tid, weight_align, pred)
-        if const_expr(mB is not None):
-            rB = copy.load_vectors(mB.iterator + first, tiling, tid, weight_align, pred)
+            self._fetch(mX, mR, sX, sR, group, line + s * sharers, lines, place, Int32(s))
+        for s in cutlass.range_constexpr(stages + 1):
+            queue[s] = line + (s + 1) * sharers
+        drawn = (stages + 2) * sharers  # lines given out beforehand
+        counter = mState.iterator + self._counter(group)
+        ticket = lines  # of thread 0 of rank 0: a line drawn for later; lines and above: none left
+        if tid == 0 and rank == 0 and drawn < lines:
+            ticket = drawn + draw(counter)
+        rW, rB = self._weight(mW, place), self._weight(mB, place)
         self.join_cluster()
 
-        row, step, stage = group, Int32(0), Int32(0)
-        while row < rows:
-            at = coordinates(mX, row)
+        extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
+        step, stage = Int32(0), Int32(0)
+        cute.arch.cp_async_wait_group(stages - 1)
+        rX, rR = self._read(sX, stage, place), self._read(sR, stage, place)
+        partial = self._sum(rX, rR, scratch, place)
+        self._fetch(mX, mR, sX, sR, group, queue[stages - 1], lines, place, stage)
+        self._send_ticket(ticket, tickets, exchange[2], tid, rank, step, True)
+        posted = self.post((partial,), exchange, tid, step, True, extra)
+        if ticket < lines:
+            ticket = drawn + draw(counter)
+        while line < lines:
+            stage += 1
+            if stage == stages:
+                stage = Int32(0)
+            more = queue[0] < lines
             cute.arch.cp_async_wait_group(stages - 1)
-            h = self._read(sX, stage, tid, pred)
-            if const_expr(mR is not None):
-                h = h + self._read(sR, stage, tid, pred)
-            partial = thread_sum(h * h)
-            self._fetch(mX, mR, sX, sR, queue[stages - 1], rows, rank, stage, tid)
-            self._send_ticket(ticket, tickets, exchange[2], tid, rank, step)
-            extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
-            (square_sum,) = self.reduce((partial,), exchange, tid, step, extra)
-            rstd = fast_math.rsqrt(square_sum * (1 / tiling.n) + eps)
-            row = queue[0]
-            for s in cutlass.range_constexpr(stages - 1):
-                queue[s] = queue[s + 1]
-            queue[stages - 1] = tickets[step % 2]
-            if ticket < rows:
-                ticket = drawn + draw(mState)
+            nX, nR = self._read(sX, stage, place), self._read(sR, stage, place)
+            partial = self._sum(nX, nR, scratch, place)
+            self._fetch(mX, mR, sX, sR, group, queue[stages], lines, place, stage)
+            self._send_ticket(ticket, tickets, exchange[2], tid, rank, step + 1, more)
+            following = self.post((partial,), exchange, tid, step + 1, more, extra)
+            if ticket < lines:
+                ticket = drawn + draw(counter)
+            (square_sum,) = self.finish(posted, exchange, tid, step)
+            rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
+            at, h = coordinates(mX, self._row(group, line)), self._value(rX, rR)
             if const_expr(mRstd is not None):
                 if tid == 0 and rank == 0:
                     store_rstd(mRstd, at, rstd)
             if const_expr(mH is not None):
-                store_row(h, slice_pointer(mH, at, first), tiling, tid, align, pred)
+                self._store(h, mH, at, place)
             y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
-            store_row(y, slice_pointer(mY, at, first), tiling, tid, align, pred)
-            step += 1
-            stage += 1
-            if stage == stages:
-                stage = Int32(0)
-        if tid == 0 and rank == 0 and drawn < rows:
+            self._store(y, mY, at, place)
+            line = queue[0]
+            for s in cutlass.range_constexpr(stages):
+                queue[s] = queue[s + 1]
+            queue[stages] = tickets[step % BUFFERS]
+            posted, step = following, step + 1
+            rX.store(nX.load())
+            if const_expr(mR is not None):
+                rR.store(nR.load())
+        if tid == 0 and rank == 0:
             leave(mState, groups)
+
+    def _share(self, rows: Int32, group: Int32, groups: Int32) -> tuple[Int32, Int32, Int32]:
+        """First line of this cluster, number of lines, clusters that share them: a line is a row."""
+        return group, rows, groups
+
+    def _row(self, group: Int32, line: Int32) -> Int32:
+        return line
+
+    def _counter(self, group: Int32) -> Int32:
+        """Which counter the cluster draws from; number 0 counts the clusters that left."""
+        return Int32(1)
+
+    def _place(self, mX, group: Int32, line: Int32, rank: Int32, tid: Int32):
+        """(thread, first column of the CTA, predicate of its vectors or None)"""
+        pred = None
+        if self.tiling.ragged:
+            pred = copy.column_predicate(self.tiling, tid, rank, Boolean(True))
+        return tid, rank * self.tiling.cols, pred
+
+    def _scratch(self, smem: cutlass.memory.SmemAllocator):
+        """Shared memory that ``_sum`` needs."""
+        return None
 
     def _ring(self, smem: cutlass.memory.SmemAllocator, tensor: cute.Tensor | None):
         if tensor is None:
@@ -150,14 +180,15 @@ class RMSNormFwdRing(ReductionBase):
 
     @cute.jit
     def _fetch(
-        self, mX, mR, sX, sR, row: Int32, rows: Int32, rank: Int32, stage: Int32, tid: Int32
+        self, mX, mR, sX, sR, group: Int32, line: Int32, lines: Int32, place, stage: Int32
     ):
         """Start the copy of a row, if there is one; a group of copies is committed in any case."""
         tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
-        first, valid = rank * tiling.cols, row < rows
-        at = coordinates(mX, row if valid else Int32(0))
+        tid, first, _ = place
+        valid = line < lines
+        at = coordinates(mX, self._row(group, line if valid else Int32(0)))
         # A predicate, not a branch: DSL 4.8 mixes up variables that are None inside a dynamic `if`.
-        pred = copy.column_predicate(tiling, tid, rank, valid)
+        pred = copy.column_predicate(tiling, tid, first // tiling.cols, valid)
         source, target = slice_pointer(mX, at, first), sX[None, stage].iterator
         copy.fetch_vectors(source, target, tiling, tid, align, pred)
         if const_expr(mR is not None):
@@ -165,40 +196,66 @@ class RMSNormFwdRing(ReductionBase):
             copy.fetch_vectors(source, target, tiling, tid, align, pred)
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def _read(self, ring: cute.Tensor, stage: Int32, tid: Int32, pred):
-        pointer = ring[None, stage].iterator
-        registers = copy.load_vectors(pointer, self.tiling, tid, copy.CHUNK, pred)
-        return registers.load().to(Float32)
+    def _read(self, ring: cute.Tensor | None, stage: Int32, place) -> cute.Tensor | None:
+        """The thread's vectors of a row in shared memory: (vec, passes); None without a ring."""
+        if ring is None:
+            return None
+        tid, _, pred = place
+        return copy.load_vectors(ring[None, stage].iterator, self.tiling, tid, copy.CHUNK, pred)
+
+    def _weight(self, tensor: cute.Tensor | None, place) -> cute.Tensor | None:
+        """The thread's vectors of weight or bias: (vec, passes); None if there is none."""
+        if tensor is None:
+            return None
+        tid, first, pred = place
+        pointer = tensor.iterator + first
+        return copy.load_vectors(pointer, self.tiling, tid, self.spec.weight_align, pred)
+
+    def _sum(self, rX: cute.Tensor, rR: cute.Tensor | None, scratch, place) -> Float32:
+        """The thread's part of the sum of squares."""
+        h = self._value(rX, rR)
+        return thread_sum(h * h)
+
+    def _store(self, values: cute.TensorSSA, tensor: cute.Tensor, at, place) -> None:
+        """Round the values to the output's dtype and write them to its row."""
+        tid, first, pred = place
+        store_row(values, slice_pointer(tensor, at, first), self.tiling, tid, self.spec.align, pred)
+
+    def _value(self, rX: cute.Tensor, rR: cute.Tensor | None) -> cute.TensorSSA:
+        """x, or x + residual, in float32."""
+        x = rX.load().to(Float32)
+        return x if rR is None else x + rR.load().to(Float32)
 
     @cute.jit
     def _send_ticket(
-        self, ticket: Int32, tickets: cute.Tensor, mbar: cute.Pointer, tid: Int32, rank: Int32, step: Int32
+        self, ticket: Int32, tickets: cute.Tensor, mbar: cute.Pointer, tid: Int32, rank: Int32, step: Int32,
+        active: Boolean,
     ):
         """Give the row number to the CTA, or to every CTA of the cluster, with this round's sums."""
-        buffer = step % 2
+        buffer = step % BUFFERS
         if const_expr(self.tiling.cluster == 1):
             if tid == 0:
                 tickets[buffer] = ticket
         else:
-            if rank == 0 and tid < WARP:
+            if rank == 0 and tid < WARP and active:
                 value = cute.arch.shuffle_sync(ticket, 0)
                 if tid < self.tiling.cluster:
                     slot = tickets.iterator + buffer
                     cute.arch.store_async_dsmem(slot, value, mbar + buffer, tid)
 
 
-def draw(state: cute.Tensor) -> Int32:
-    """Take a number from the counter of rows."""
-    return cute.arch.atomic_add(state.iterator, Int32(1), sem="relaxed", scope="gpu")
+def draw(counter: cute.Pointer) -> Int32:
+    """Take a number from a counter of lines."""
+    return cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def leave(state: cute.Tensor, groups: Int32):
     """The last cluster to leave clears the counters: no cluster draws after it has left."""
-    left = state.iterator + 1
-    if cute.arch.atomic_add(left, Int32(1), sem="acq_rel", scope="gpu") == groups - 1:
-        state[0], state[1] = Int32(0), Int32(0)
+    before = cute.arch.atomic_add(state.iterator, Int32(1), sem="acq_rel", scope="gpu")
+    if before == groups - 1:
+        for i in cutlass.range_constexpr(cute.size(state)):
+            state[i] = Int32(0)
 
 
 def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwdRing, tuple]:

@@ -13,7 +13,7 @@ import cutlass.memory
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import copy, fast_math
-from quack_core.device.reduce import combine_tree
+from quack_core.device.reduce import SUM, combine_tree
 from quack_core.reduction.base import ReductionBase
 
 from .config import FwdConfig
@@ -67,6 +67,8 @@ class RMSNormFwdShifted(ReductionBase):
             grid=[cluster * cute.ceil_div(rows, self.tiling.rows_per_cta), 1, 1],
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
+            preferred_smem_carveout=50,
             stream=stream,
         )
 
@@ -92,14 +94,16 @@ class RMSNormFwdShifted(ReductionBase):
         offset = Int32(0)
         if const_expr(self.spec.in_phase):
             offset = copy.vector_offset(pX, vec)
-        rX = self._load(mX, at, first, offset, count, thread)  # (vec, passes)
-        rR = self._load(mR, at, first, offset, count, thread)
+        begin = thread * vec - offset  # the thread's first element; may lie before the slice
+        indices = [begin + p * tiling.step for p in range(tiling.passes)]
+        rX = self._load(mX, at, first, indices, count)  # (vec,) per pass
+        rR = self._load(mR, at, first, indices, count)
         sums = cute.make_rmem_tensor(vec, Float32)
         sums.fill(0.0)
         for p in cutlass.range_constexpr(tiling.passes):
             h = self._value(rX, rR, p)
             sums.store(sums.load() + h * h)
-        square_sum = self._meet(sums, sSum, thread, offset, self.row_in_cta(tid))
+        square_sum = meet(sums, sSum, thread, offset, self.row_in_cta(tid), tiling)
         self.join_cluster()
         (square_sum,) = self.reduce((square_sum,), exchange, tid, Int32(0))
         rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
@@ -107,15 +111,14 @@ class RMSNormFwdShifted(ReductionBase):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
 
-        rW = self._weight(mW, at, first, offset, thread)
-        rB = self._weight(mB, at, first, offset, thread)
         for p in cutlass.range_constexpr(tiling.passes):
-            index, h = thread * vec + p * tiling.step - offset, self._value(rX, rR, p)
+            h = self._value(rX, rR, p)
             if const_expr(mH is not None):
-                self._store(h, slice_pointer(mH, at, first), index, count)
-            weight, bias = (None if r is None else r[None, p] for r in (rW, rB))
-            y = scale(h * rstd, weight, bias, weight_offset, self.spec.offset)
-            self._store(y, slice_pointer(mY, at, first), index, count)
+                self._store(h, slice_pointer(mH, at, first), indices[p], count)
+            rW = self._weight(mW, at, first, indices[p], offset)
+            rB = self._weight(mB, at, first, indices[p], offset)
+            y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
+            self._store(y, slice_pointer(mY, at, first), indices[p], count)
 
     @cute.jit
     def _count(self, first: Int32, valid: Boolean) -> Int32:
@@ -127,50 +130,63 @@ class RMSNormFwdShifted(ReductionBase):
             count = Int32(0)
         return count
 
-    def _load(self, tensor, at, first: Int32, offset: Int32, count: Int32, thread: Int32):
+    def _load(self, tensor, at, first: Int32, indices: list, count: Int32):
         """The thread's pieces of a row, zeros outside the slice; None for an absent operand."""
         if tensor is None:
             return None
-        pointer = slice_pointer(tensor, at, first)
-        registers = copy.load_covering(pointer, -offset, count, self.tiling, thread, self.align)
-        copy.clear_outside(registers, -offset, count, self.tiling, thread)
-        return registers
+        pointer, vec = slice_pointer(tensor, at, first), self.tiling.vec
+        pieces = [copy.load_piece(pointer, index, count, vec, self.align) for index in indices]
+        for piece, index in zip(pieces, indices, strict=True):
+            copy.clear_outside(piece, index, count)
+        return pieces
 
-    def _value(self, rX: cute.Tensor, rR: cute.Tensor | None, p: int) -> cute.TensorSSA:
+    def _value(self, rX: list, rR: list | None, p: int) -> cute.TensorSSA:
         """x, or x + residual, in float32: one pass."""
-        x = rX[None, p].load().to(Float32)
-        return x if rR is None else x + rR[None, p].load().to(Float32)
+        x = rX[p].load().to(Float32)
+        return x if rR is None else x + rR[p].load().to(Float32)
 
-    @cute.jit
-    def _meet(
-        self, sums: cute.Tensor, sSum: cute.Tensor, thread: Int32, offset: Int32, row: Int32
-    ) -> Float32:
-        """Exchange the sums by residue: thread t gets those of elements t * vec and following."""
-        tiling = const_expr(self.tiling)
-        for v in cutlass.range_constexpr(tiling.vec):
-            residue = thread * tiling.vec + v - offset
-            if residue < 0:
-                residue += tiling.step
-            sSum[residue // tiling.vec, residue % tiling.vec, row] = sums[v]
-        cute.arch.sync_threads()
-        values = [(sSum[thread, v, row],) for v in range(tiling.vec)]
-        return combine_tree(values, self.reduction)[0]
-
-    def _weight(self, tensor, at, first: Int32, offset: Int32, thread: Int32):
-        """Weight or bias at the thread's pieces; None if there is none."""
+    def _weight(self, tensor, at, first: Int32, index: Int32, offset: Int32):
+        """Weight or bias at a piece; None if there is none."""
         if tensor is None:
             return None
         pointer, count = weight_pointer(tensor, at, first), self.spec.n - first
         if self.spec.weight_align < copy.CHUNK:
-            return copy.load_covering(pointer, -offset, count, self.tiling, thread, 2)
-        return copy.align_vectors(pointer, offset, count, self.tiling, thread)
+            return copy.load_piece(pointer, index, count, self.tiling.vec, 2)
+        return copy.load_shifted(pointer, index, count, offset, self.tiling.vec)
 
     @cute.jit
     def _store(self, values, pointer: cute.Pointer, index: Int32, count: Int32) -> None:
         """Round the values to the output's dtype and write them to its row."""
         registers = cute.make_rmem_tensor(self.tiling.vec, pointer.dtype)
         registers.store(values.to(pointer.dtype))
-        copy.store_vector(registers, pointer, index, count, self.align)
+        copy.store_piece(registers, pointer, index, count, self.align)
+
+
+@cute.jit
+def meet(
+    sums: cute.Tensor,
+    shared: cute.Tensor,
+    thread: Int32,
+    offset: Int32,
+    row: Int32,
+    tiling: cutlass.Constexpr,
+) -> Float32:
+    """Exchange sums by residue and add those of elements ``thread * vec`` and following.
+
+    Args:
+        sums: (vec,), of elements ``v - offset + thread * vec`` modulo ``threads * vec``.
+        shared: float32 (threads, vec, rows).
+
+    Synchronises: one CTA barrier; another one must lie before the next call.
+    """
+    for v in cutlass.range_constexpr(tiling.vec):
+        residue = thread * tiling.vec + v - offset
+        if residue < 0:
+            residue += tiling.step
+        shared[residue // tiling.vec, residue % tiling.vec, row] = sums[v]
+    cute.arch.sync_threads()
+    values = [(shared[thread, v, row],) for v in range(tiling.vec)]
+    return combine_tree(values, SUM)[0]
 
 
 def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwdShifted, tuple]:

@@ -82,8 +82,9 @@ def forward(
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
         y, stored, rstd = _forward_cold(key, None, *args, out)
         return y, x if h is x else stored, rstd
-    y = out
-    if y is None:
+    if out is not None:
+        y = out
+    else:
         y = torch.empty_like(x) if dense and out_dtype is None else _empty(x, dense, out_dtype)
     if residual_dtype is not None:
         h = _empty(x, dense, residual_dtype)

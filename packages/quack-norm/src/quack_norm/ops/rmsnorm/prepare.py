@@ -1,6 +1,7 @@
 """From operands to a launcher: spec, config, kernel, and what is bound to a device."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quack_core import arch, occupancy, torch_op, torch_workspace
+from quack_core import arch, dtypes, occupancy, torch_op, torch_workspace
 from quack_core.jit import cache
 from quack_norm.ops import rows
 
@@ -87,12 +88,16 @@ def forward(
     )
     device, vector = x.get_device(), spec.full_vector
     whole = spec.n % vector == 0
+    compact = _row_align(spec.n, spec.x, spec.out, spec.residual, spec.residual_out)
+    plain = (compact, _row_align(spec.n, spec.weight, spec.bias) if spec.per_head else ALIGN, True)
 
     def kernel(align: int, weight_align: int, in_phase: bool) -> Launcher:
         exact = replace(spec, align=align, weight_align=weight_align, in_phase=in_phase)
         return _forward_kernel(exact, device)
 
     def alignment(x, weight, bias, residual, out, h, *_):  # type: ignore[no-untyped-def]
+        if rows.are_plain(x, weight, bias, residual, out, h):
+            return plain
         moved = x, residual, out, h
         in_phase = whole or rows.in_phase(vector, *moved)
         return rows.alignment(*moved), rows.alignment(weight, bias), in_phase
@@ -137,11 +142,16 @@ def backward(
     device = h.get_device()
     operands = (spec.x, spec.dout, spec.dx, spec.weight, spec.dbias)
     whole = spec.n % full_vector(*operands, spec.dresidual_out, spec.dresidual) == 0
+    moved = (spec.x, spec.dout, spec.dx, spec.dresidual_out, spec.dresidual)
+    parameters = _row_align(spec.n, spec.weight, spec.dbias) if per_head else ALIGN
+    plain = (_row_align(spec.n, *moved), parameters)
 
     def kernel(align: int, weight_align: int) -> Launcher:
         return _backward_kernel(replace(spec, align=align, weight_align=weight_align), device)
 
     def alignment(h, weight, dout, rstd, dh, dx, dresidual, dw, db, *_):  # type: ignore[no-untyped-def]
+        if rows.are_plain(h, weight, dout, dh, dx, dresidual, dw, db):
+            return plain
         return rows.alignment(h, dout, dh, dx, dresidual), rows.alignment(weight, dw, db)
 
     return kernel(ALIGN, ALIGN) if aligned and whole else Aligned(kernel, alignment)
@@ -212,6 +222,11 @@ def _resident(device: int, spec: Any, chosen: Any) -> int:
     """Clusters that are on the device together."""
     sizes = (chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec))
     return occupancy.resident_clusters(device, *sizes, registers=getattr(chosen, "registers", 0))
+
+
+def _row_align(n: int, *names: str | None) -> int:
+    """Bytes that divide the strides of contiguous rows of these dtypes."""
+    return math.gcd(ALIGN, *(n * dtypes.width(name) // 8 for name in names if name))
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
