@@ -278,3 +278,9 @@ def test_only_float32_is_added(folder):
     spec = BulkSpec("add", 512, dtype="bfloat16")
     with pytest.raises(CompileError, match="bulk_add takes float32, found"):
         compiled(Probe("bulk", spec), "sm90", folder)
+
+
+@pytest.mark.parametrize("path", ["store", "add"])
+def test_bulk_sizes_are_multiples_of_16_bytes(path, folder):
+    with pytest.raises(CompileError, match="num_bytes=2040: bulk copies take multiples of 16"):
+        compiled(Probe("bulk", BulkSpec(path, 510)), "sm90", folder)

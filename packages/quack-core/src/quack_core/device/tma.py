@@ -49,7 +49,7 @@ def bulk_load(
 
     Source: PTX ISA, cp.async.bulk (global to shared::cluster, .multicast::cluster).
     """
-    args = [_address(target), source.toint(), Int32(num_bytes), _address(mbar)]
+    args = [_address(target), source.toint(), _size(num_bytes), _address(mbar)]
     with cute.arch.elect_one():
         if const_expr(receivers is None):
             cute.arch.inline_ptx(
@@ -87,7 +87,7 @@ def bulk_send(
         cute.arch.inline_ptx(
             "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
             "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[_address(there), _address(source), Int32(num_bytes), _address(signal)],
+            read_only_args=[_address(there), _address(source), _size(num_bytes), _address(signal)],
         )
 
 
@@ -102,7 +102,7 @@ def bulk_store(source: cute.Pointer, target: cute.Pointer, num_bytes: Int32) -> 
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[target.toint(), _address(source), Int32(num_bytes)],
+            read_only_args=[target.toint(), _address(source), _size(num_bytes)],
         )
 
 
@@ -125,7 +125,7 @@ def bulk_add(source: cute.Pointer, target: cute.Pointer, count: Int32) -> None:
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[target.toint(), _address(source), Int32(count) * 4],
+            read_only_args=[target.toint(), _address(source), _size(count * 4)],
         )
 
 
@@ -164,6 +164,13 @@ def publish_shared() -> None:
     Source: PTX ISA, fence.proxy.async.
     """
     cute.arch.fence_proxy("async.shared", space="cta")
+
+
+def _size(num_bytes: int | Int32) -> Int32:
+    """A number of bytes; checked if it is known while tracing."""
+    if isinstance(num_bytes, int) and num_bytes % ALIGNMENT:
+        raise ValueError(f"num_bytes={num_bytes}: bulk copies take multiples of {ALIGNMENT} bytes")
+    return Int32(num_bytes)
 
 
 def _address(pointer: cute.Pointer) -> Int32:

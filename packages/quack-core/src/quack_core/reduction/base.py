@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quack_core.device.reduce import (
     SUM,
@@ -24,15 +24,12 @@ class ReductionBase:
     """A kernel whose CTAs own rows, or slices of rows, as ``tiling`` says.
 
     Shared memory: a partial result per warp; with a cluster, one per CTA and an mbarrier.
-    Use, in order: ``allocate``, ``start_cluster``, ``join_cluster``; then per round ``reduce``, or
-    ``post`` and later ``finish``, so that other work hides the exchange.
+    Use, in order: ``allocate``, ``start_cluster``, ``join_cluster``; then ``reduce`` once per round.
 
     Args:
         tiling: how a row is spread over threads.
         reduction: the operation; its width is the number of float32 values reduced together.
-        buffers: rounds use them in turn. 1 if a kernel reduces once; 2 if it loops over ``reduce``;
-            4 if it posts round i + 1 before it finishes round i. (A thread that posts round i knows
-            of every other only that it has finished round i - 2, or i - 4 in the last case.)
+        buffers: 1 if a kernel reduces once; 2 if it loops (rounds use them in turn).
     """
 
     def __init__(self, tiling: RowTiling, reduction: Reduction = SUM, buffers: int = 1):
@@ -77,22 +74,23 @@ class ReductionBase:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def post(
+    def reduce(
         self,
         value: Partial,
         exchange: Exchange,
         tid: Int32,
         round_idx: Int32,
-        active: Boolean = True,
         extra_bytes: cutlass.Constexpr[int] = 0,
     ) -> Partial:
-        """Bring a thread's ``value`` to a round; hand the result to ``finish``.
+        """``value`` over all threads of the row; each of them gets the result.
+
+        Afterwards all threads of the row have read what they brought.
 
         Args:
-            active: whether the round takes place, the same for all threads of the cluster.
             extra_bytes: of other messages that complete on the round's mbarrier.
 
-        Synchronises: one CTA barrier, unless a row fits a warp.
+        Synchronises: nothing if a row fits a warp; else one CTA barrier and, with a cluster, one
+        phase of its mbarrier.
         """
         tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
         warps, ctas, mbar = exchange
@@ -101,39 +99,13 @@ class ReductionBase:
             here, row = warps[None, None, None, buffer], self.row_in_cta(tid)
             cta_post(total, here, self.thread_in_row(tid) // WARP, row)
             cute.arch.sync_threads()
-            if const_expr(tiling.cluster > 1):
+            if const_expr(tiling.cluster == 1):
+                total = collect(here, self.reduction, row)
+            else:
                 there = ctas[None, None, None, buffer]
-                if tid < WARP and active:
+                if tid < WARP:
                     of_cta = collect(here, self.reduction, row)
                     cluster_post(of_cta, there, mbar + buffer, tiling.cluster, tid, extra_bytes)
+                cute.arch.mbarrier_wait(mbar + buffer, (round_idx // self.buffers) % 2)
+                total = collect(there, self.reduction, Int32(0))
         return total
-
-    @cute.jit
-    def finish(
-        self, posted: Partial, exchange: Exchange, tid: Int32, round_idx: Int32
-    ) -> Partial:
-        """The result of a round; every thread of the row gets it.
-
-        Synchronises: with a cluster, one phase of its mbarrier.
-        """
-        tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
-        warps, ctas, mbar = exchange
-        if const_expr(tiling.cluster > 1):
-            cute.arch.mbarrier_wait(mbar + buffer, (round_idx // self.buffers) % 2)
-            return collect(ctas[None, None, None, buffer], self.reduction, Int32(0))
-        elif const_expr(tiling.threads_per_row > WARP):
-            here = warps[None, None, None, buffer]
-            return collect(here, self.reduction, self.row_in_cta(tid))
-        else:
-            return posted
-
-    @cute.jit
-    def reduce(
-        self, value: Partial, exchange: Exchange, tid: Int32, round_idx: Int32
-    ) -> Partial:
-        """``value`` over all threads of the row: ``post`` and ``finish``.
-
-        Afterwards all threads of the row have read what they brought.
-        """
-        posted = self.post(value, exchange, tid, round_idx)
-        return self.finish(posted, exchange, tid, round_idx)

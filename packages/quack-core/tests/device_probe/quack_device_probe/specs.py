@@ -157,7 +157,7 @@ PROBES = (
     Probe("reduction", ReduceSpec("sum", 8192, 4, 128, cluster=2, rounds=5)),
     Probe("reduction", ReduceSpec("max", 8000, 4, 128, cluster=4)),
     Probe("reduction", ReduceSpec("online", 8192, 4, 128, cluster=8, rounds=3)),
-    Probe("reduction", ReduceSpec("sum2", 2048, 4, 128, cluster=4, rounds=9, ahead=True)),
+    Probe("reduction", ReduceSpec("sum2", 2048, 4, 128, cluster=4, rounds=5, ahead=True)),
     Probe("reduction", ReduceSpec("max", 1024, 4, 128, rounds=9, ahead=True)),
     *(Probe("grid", GridSpec(path)) for path in ("last", "turns", "groups")),
 )

@@ -1,4 +1,4 @@
-"""Tiles of a matrix go through a ring: one warp loads them, four warps double and store them."""
+"""Tiles of a matrix go through a ring: one warp loads them, four warps scale and store them."""
 
 import enum
 from typing import Any
@@ -24,9 +24,11 @@ class Barrier(barrier.NamedBarrier):
 
 
 class Tiles:
-    """CTA ``i`` brings the row ``i // cluster`` of x's tiles, doubled, to the row ``i`` of y's.
+    """CTA ``i`` brings the row ``i // cluster`` of x's tiles, scaled, to the row ``i`` of y's.
 
-    ``add`` adds them to y; with ``multicast`` the CTAs of a cluster load each tile together.
+    Within a tile the elements with an odd sum of row and ``column // 8`` are doubled, so that a
+    thread that finds another element than it looks for shows.
+    ``add`` adds to y; with ``multicast`` the CTAs of a cluster load each tile together.
     """
 
     def __init__(self, spec: TileSpec) -> None:
@@ -99,13 +101,13 @@ class Tiles:
                 phase = barrier.next_phase(phase, stages)
         else:
             target = tma.bind(store, mY, shared, tile)
-            self._double(target, shared, full, empty, count, block, tid - 32, warp)
+            self._scale(target, shared, full, empty, count, block, tid - 32, warp)
         if const_expr(cluster > 1):  # peers arrive here until they have read everything
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def _double(self, target, shared, full, empty, count, block, thread: Int32, warp: Int32):
+    def _scale(self, target, shared, full, empty, count, block, thread: Int32, warp: Int32):
         (rows, cols), stages = const_expr(self.spec.tile), const_expr(self.spec.stages)
         phase = barrier.full_phase()
         for i in range(count):
@@ -113,7 +115,8 @@ class Tiles:
             for at in range(thread, rows * cols, WORKERS):
                 row, col = at // cols, at % cols
                 value = shared[row, col, phase.stage]
-                shared[row, col, phase.stage] = (value + value).to(self.dtype)
+                if (row + col // 8) % 2 == 1:
+                    shared[row, col, phase.stage] = (value + value).to(self.dtype)
             tma.publish_shared()
             barrier.sync_group(Barrier.STORE, WORKERS)
             if warp == 1:

@@ -94,7 +94,7 @@ class FwdConfig:
         if self.stages:
             rows = sum(tiling.cols * dtypes.width(name) // 8 for name in inputs)
             residues += self.stages * rows + 128
-        return residues + tiling.shared_bytes(buffers=4 if self.stages else 1) + 1024
+        return residues + tiling.shared_bytes(buffers=2 if self.stages else 1) + 1024
 
     def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
         """Clusters to launch if the kernel is persistent; at least one per phase."""

@@ -27,14 +27,12 @@ from .fwd import (
 )
 from .spec import RMSNormFwdSpec
 
-BUFFERS = 4
+BUFFERS = 2
 TICKET_BYTES = 4
 
 
 class RMSNormFwdRing(ReductionBase):
     """Clusters walk over rows; each CTA owns a slice of the columns.
-
-    Two rows are in registers: while the sum of one travels, the next one is read and summed.
 
     Threads: all of a CTA share its slice; each fetches, and reads back, only its own vectors.
     Shared memory: ``stages`` slices of x (and residual) in flight; partial sums and row numbers.
@@ -93,12 +91,11 @@ class RMSNormFwdRing(ReductionBase):
         place = self._place(mX, group, line, rank, tid)  # where this thread's vectors lie
 
         stages = const_expr(self.config.stages)
-        queue = cute.make_rmem_tensor(cute.make_layout(stages + 1), Int32)  # lines after this one
+        queue = cute.make_rmem_tensor(cute.make_layout(stages), Int32)  # the lines after this one
         for s in cutlass.range_constexpr(stages):
-            self._fetch(mX, mR, sX, sR, group, line + s * sharers, lines, place, Int32(s))
-        for s in cutlass.range_constexpr(stages + 1):
             queue[s] = line + (s + 1) * sharers
-        drawn = (stages + 2) * sharers  # lines given out beforehand
+            self._fetch(mX, mR, sX, sR, group, line + s * sharers, lines, place, Int32(s))
+        drawn = (stages + 1) * sharers  # lines given out beforehand
         counter = mState.iterator + self._counter(group)
         ticket = lines  # of thread 0 of rank 0: a line drawn for later; lines and above: none left
         if tid == 0 and rank == 0 and drawn < lines:
@@ -106,32 +103,23 @@ class RMSNormFwdRing(ReductionBase):
         rW, rB = self._weight(mW, place), self._weight(mB, place)
         self.join_cluster()
 
-        extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
         step, stage = Int32(0), Int32(0)
-        cute.arch.cp_async_wait_group(stages - 1)
-        rX, rR = self._read(sX, stage, place), self._read(sR, stage, place)
-        partial = self._sum(rX, rR, scratch, place)
-        self._fetch(mX, mR, sX, sR, group, queue[stages - 1], lines, place, stage)
-        self._send_ticket(ticket, tickets, exchange[2], tid, rank, step, True)
-        posted = self.post((partial,), exchange, tid, step, True, extra)
-        if ticket < lines:
-            ticket = drawn + draw(counter)
         while line < lines:
-            stage += 1
-            if stage == stages:
-                stage = Int32(0)
-            more = queue[0] < lines
             cute.arch.cp_async_wait_group(stages - 1)
-            nX, nR = self._read(sX, stage, place), self._read(sR, stage, place)
-            partial = self._sum(nX, nR, scratch, place)
-            self._fetch(mX, mR, sX, sR, group, queue[stages], lines, place, stage)
-            self._send_ticket(ticket, tickets, exchange[2], tid, rank, step + 1, more)
-            following = self.post((partial,), exchange, tid, step + 1, more, extra)
-            if ticket < lines:
-                ticket = drawn + draw(counter)
-            (square_sum,) = self.finish(posted, exchange, tid, step)
+            rX, rR = self._read(sX, stage, place), self._read(sR, stage, place)  # (vec, passes)
+            partial = self._sum(rX, rR, scratch, place)
+            self._fetch(mX, mR, sX, sR, group, queue[stages - 1], lines, place, stage)
+            self._send_ticket(ticket, tickets, exchange[2], tid, rank, step)
+            extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
+            (square_sum,) = self.reduce((partial,), exchange, tid, step, extra)
             rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
             at, h = coordinates(mX, self._row(group, line)), self._value(rX, rR)
+            line = queue[0]
+            for s in cutlass.range_constexpr(stages - 1):
+                queue[s] = queue[s + 1]
+            queue[stages - 1] = tickets[step % BUFFERS]
+            if ticket < lines:
+                ticket = drawn + draw(counter)
             if const_expr(mRstd is not None):
                 if tid == 0 and rank == 0:
                     store_rstd(mRstd, at, rstd)
@@ -139,14 +127,10 @@ class RMSNormFwdRing(ReductionBase):
                 self._store(h, mH, at, place)
             y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
             self._store(y, mY, at, place)
-            line = queue[0]
-            for s in cutlass.range_constexpr(stages):
-                queue[s] = queue[s + 1]
-            queue[stages] = tickets[step % BUFFERS]
-            posted, step = following, step + 1
-            rX.store(nX.load())
-            if const_expr(mR is not None):
-                rR.store(nR.load())
+            step += 1
+            stage += 1
+            if stage == stages:
+                stage = Int32(0)
         if tid == 0 and rank == 0:
             leave(mState, groups)
 
@@ -228,8 +212,7 @@ class RMSNormFwdRing(ReductionBase):
 
     @cute.jit
     def _send_ticket(
-        self, ticket: Int32, tickets: cute.Tensor, mbar: cute.Pointer, tid: Int32, rank: Int32, step: Int32,
-        active: Boolean,
+        self, ticket: Int32, tickets: cute.Tensor, mbar: cute.Pointer, tid: Int32, rank: Int32, step: Int32
     ):
         """Give the row number to the CTA, or to every CTA of the cluster, with this round's sums."""
         buffer = step % BUFFERS
@@ -237,7 +220,7 @@ class RMSNormFwdRing(ReductionBase):
             if tid == 0:
                 tickets[buffer] = ticket
         else:
-            if rank == 0 and tid < WARP and active:
+            if rank == 0 and tid < WARP:
                 value = cute.arch.shuffle_sync(ticket, 0)
                 if tid < self.tiling.cluster:
                     slot = tickets.iterator + buffer
