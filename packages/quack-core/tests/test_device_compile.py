@@ -284,3 +284,25 @@ def test_only_float32_is_added(folder):
 def test_bulk_sizes_are_multiples_of_16_bytes(path, folder):
     with pytest.raises(CompileError, match="num_bytes=2040: bulk copies take multiples of 16"):
         compiled(Probe("bulk", BulkSpec(path, 510)), "sm90", folder)
+
+
+@pytest.mark.parametrize(
+    ("vec", "width", "align", "elements", "fetchable"),
+    [
+        (8, 16, 16, 8, True),
+        (8, 16, 8, 4, True),
+        (8, 16, 4, 2, True),
+        (8, 16, 2, 1, False),
+        (1, 16, 16, 1, False),
+        (2, 16, 16, 2, True),
+        (1, 32, 4, 1, True),
+        (8, 32, 16, 4, True),
+        (4, 32, 128, 4, True),
+    ],
+)
+def test_access_width(vec, width, align, elements, fetchable):
+    """The widest access that vector and alignment allow, at most 16 bytes; cp.async needs 4."""
+    from quack_core.device import copy
+
+    assert copy.access_elements(vec, width, align) == elements
+    assert copy.can_fetch(vec, width, align) == fetchable

@@ -46,12 +46,12 @@ def _add(a: Partial, b: Partial) -> Partial:
 
 
 def _max(a: Partial, b: Partial) -> Partial:
-    return (cute.arch.fmax(a[0], b[0]),)
+    return (cutlass.max(a[0], b[0]),)
 
 
 @cute.jit
 def _online(a: Partial, b: Partial) -> Partial:
-    largest = cute.arch.fmax(a[0], b[0])
+    largest = cutlass.max(a[0], b[0])
     # A maximum of -inf on both sides: subtract 0, so that no inf - inf makes a NaN.
     shift = Float32(0.0) if largest == Float32(-math.inf) else largest
     scaled = tuple(v[1] * fast_math.exp2(v[0] - shift) for v in (a, b))

@@ -32,8 +32,7 @@ class Reduce(ReductionBase):
 
     def __init__(self, spec: ReduceSpec) -> None:
         tiling = RowTiling(spec.n, spec.vec, spec.threads_per_row, spec.rows_per_cta, spec.cluster)
-        buffers = 4 if spec.ahead else min(2, spec.rounds)
-        super().__init__(tiling, REDUCTIONS[spec.reduction], buffers)
+        super().__init__(tiling, REDUCTIONS[spec.reduction], buffers=min(2, spec.rounds))
         self.spec = spec
 
     @cute.jit
@@ -61,36 +60,12 @@ class Reduce(ReductionBase):
         source = mX[Int64(row if valid else Int32(0)), None].iterator + rank * tiling.cols
         values = copy.load_vectors(source, tiling, thread, copy.CHUNK, pred)
         self.join_cluster()
-        posted = None
         for turn in cutlass.range_constexpr(self.spec.rounds):
             partial = self._thread(self._masked(values, pred) * (turn + 1.0))
-            if const_expr(not self.spec.ahead):
-                total = self.reduce(partial, exchange, tid, Int32(turn))
-                self._write(mY, total, row, valid, turn, thread)
-            else:
-                before, posted = posted, self.post(partial, exchange, tid, Int32(turn))
-                if const_expr(turn > 0):
-                    total = self.finish(before, exchange, tid, Int32(turn - 1))
-                    self._write(mY, total, row, valid, turn - 1, thread)
-        if const_expr(self.spec.ahead):
-            total = self.finish(posted, exchange, tid, Int32(self.spec.rounds - 1))
-            self._write(mY, total, row, valid, self.spec.rounds - 1, thread)
-
-    @cute.jit
-    def _write(
-        self,
-        mY: cute.Tensor,
-        total: reduce.Partial,
-        row: Int32,
-        valid: Boolean,
-        turn: cutlass.Constexpr[int],
-        thread: Int32,
-    ):
-        block, _, _ = cute.arch.block_idx()
-        rank = block % self.tiling.cluster
-        if valid:
-            for w in cutlass.range_constexpr(self.reduction.width):
-                mY[row, turn, w, rank * self.tiling.threads_per_row + thread] = total[w]
+            total = self.reduce(partial, exchange, tid, Int32(turn))
+            if valid:
+                for w in cutlass.range_constexpr(self.reduction.width):
+                    mY[row, turn, w, rank * tiling.threads_per_row + thread] = total[w]
 
     @cute.jit
     def _masked(self, values: cute.Tensor, pred: cute.Tensor):

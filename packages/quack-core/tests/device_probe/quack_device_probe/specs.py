@@ -100,10 +100,7 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """Rows of float32 are reduced: ``sum``, ``sum2``, ``max`` or ``online``.
-
-    ``ahead``: a round is posted before the one before it is finished.
-    """
+    """Rows of float32 are reduced: ``sum``, ``sum2``, ``max`` or ``online``."""
 
     reduction: str
     n: int
@@ -112,12 +109,11 @@ class ReduceSpec:
     rows_per_cta: int = 1
     cluster: int = 1
     rounds: int = 1
-    ahead: bool = False
 
     @property
     def name(self) -> str:
         """Kernel name."""
-        return f"probe_{self.reduction}{'_ahead' * self.ahead}_n{self.n}_c{self.cluster}"
+        return f"probe_{self.reduction}_n{self.n}_c{self.cluster}"
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,5 @@ PROBES = (
     Probe("reduction", ReduceSpec("sum", 8192, 4, 128, cluster=2, rounds=5)),
     Probe("reduction", ReduceSpec("max", 8000, 4, 128, cluster=4)),
     Probe("reduction", ReduceSpec("online", 8192, 4, 128, cluster=8, rounds=3)),
-    Probe("reduction", ReduceSpec("sum2", 2048, 4, 128, cluster=4, rounds=5, ahead=True)),
-    Probe("reduction", ReduceSpec("max", 1024, 4, 128, rounds=9, ahead=True)),
     *(Probe("grid", GridSpec(path)) for path in ("last", "turns", "groups")),
 )

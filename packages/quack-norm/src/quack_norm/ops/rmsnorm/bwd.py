@@ -104,7 +104,8 @@ class RMSNormBwd(ReductionBase):
         for s in cutlass.range_constexpr(config.stages):
             self._fetch(inputs, ring, row + s * stride, rows, head, row_rank, Int32(s), tid)
 
-        rW = self._weight(mW, (row, head), first, thread, row_rank)
+        weight_at = (mW, (row, head), first, thread, row_rank)
+        held = self._weight(*weight_at) if const_expr(config.hold_weight) else None
         rDw = self._zeros()
         rDb = self._zeros() if const_expr(self.spec.dbias is not None) else rDw
         next_rstd = self._rstd(mRstd, row, rows, head)
@@ -119,6 +120,7 @@ class RMSNormBwd(ReductionBase):
             later = (inputs, ring, row + config.stages * stride, rows, head, row_rank, stage, tid)
             x, dy = self._read(0, *at), self._read(1, *at)
             dh_out = self._read(2, *at) if const_expr(mDh is not None and config.keep) else None
+            rW = held if const_expr(config.hold_weight) else self._weight(*weight_at)
             dot = self._first_pass(x, dy, rstd, rW, rDw, rDb, weight_offset)
             if const_expr(config.keep):
                 self._fetch(*later)
@@ -127,6 +129,7 @@ class RMSNormBwd(ReductionBase):
                 x, dy = self._read(0, *at), self._read(1, *at)
                 dh_out = self._read(2, *at) if const_expr(mDh is not None) else None
             mean = dot * (rstd * rstd * (1 / tiling.n))
+            rW = held if const_expr(config.hold_weight) else self._weight(*weight_at)
             dh = (self._times_weight(dy, rW, weight_offset) - x * mean) * rstd
             if const_expr(mDh is not None):
                 dh = dh + dh_out

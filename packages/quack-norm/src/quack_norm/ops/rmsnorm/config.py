@@ -5,7 +5,7 @@ same bits in every batch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quack_core import dtypes
 from quack_core.arch import Arch
@@ -22,7 +22,7 @@ MIN_SHIFTED = 256
 """Shorter rows without full vectors move element by element."""
 SHIFTED_COLS = 20480
 """Columns of a shifted CTA: 40 per thread."""
-MIN_RING = 32768
+MIN_RING = 16384
 """Bytes of a row from which CTAs stay and keep the weight in registers."""
 RING_COLS = 16384
 """Columns of a CTA of the ring: 32 per thread."""
@@ -73,6 +73,10 @@ class FwdConfig:
         """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
         return min(255, 65536 // (max(1, self.ctas_per_sm) * self.num_threads))
 
+    def one_tile(self) -> "FwdConfig":
+        """The same tiling, hence the same bits, with a CTA per tile: for few rows."""
+        return replace(self, stages=0, ctas_per_sm=0)
+
     def tiling(self, spec: RMSNormFwdSpec) -> RowTiling:
         n, vec = spec.n, spec.vec
         if self.shifted:  # a slice may begin anywhere in its first vector
@@ -114,6 +118,7 @@ class BwdConfig:
         stages: rows in flight in shared memory; 0: rows come straight into registers.
         keep: x and dout stay in registers between the two passes over a row; else they are read
             again, from shared or global memory.
+        hold_weight: the weight stays in registers; else it is loaded again for every row, twice.
         ctas_per_sm: CTAs that should stay on an SM together.
     """
 
@@ -124,6 +129,7 @@ class BwdConfig:
     stages: int = 0
     keep: bool = True
     ctas_per_sm: int = 1
+    hold_weight: bool = True
 
     def __post_init__(self) -> None:
         if self.split > 1 and self.peers > 1:
@@ -199,7 +205,7 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
     # Beside x a thread holds what it adds and scales with.
     held = [spec.residual, *([spec.weight, spec.bias] if config.persistent else [])]
     words = 1 + sum(dtypes.width(name) / 32 for name in held if name)
-    budget = min(255, 65536 // config.num_threads) - 32
+    budget = config.registers - 32
     return config.tiling(spec).values * words <= budget
 
 
@@ -210,17 +216,26 @@ def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
         for cluster in clusters(spec.n, SHIFTED_COLS):
             threads = _threads(spec.n // cluster, spec.full_vector, 40, low=32, high=512)
             rows = max(1, 128 // threads) if cluster == 1 else 1
-            yield FwdConfig(threads, rows, cluster, shifted=True)
-    if spec.vec == spec.full_vector and spec.align == CHUNK and row_bytes >= MIN_RING:
-        for cluster in clusters(spec.n, RING_COLS) if not spec.per_head else ():
-            for threads, stages in ((1024, 1), (512, 1)) if cluster == 1 else ((1024, 2), (512, 2)):
-                yield FwdConfig(threads, cluster=cluster, stages=stages)
+            yield FwdConfig(threads, rows, cluster, shifted=True, ctas_per_sm=2 * (threads == 512))
+    elif row_bytes >= MIN_RING and not spec.per_head:
+        for config in _rings(spec):
+            # Without 4-byte alignment there is no cp.async; the tiling decides on the bits.
+            yield config if spec.align >= 4 else config.one_tile()
     for values in (8, 16, 32, 64) if spec.n <= 512 else (16, 32, 64):
         for cluster in clusters(spec.n, 512 * values):
             threads = _threads(spec.n // cluster, spec.vec, values, high=512)
             yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
     for cluster in clusters(spec.n, 32768):
         yield FwdConfig(1024, cluster=cluster)
+
+
+def _rings(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
+    """CTAs that stay: about 32 KB in flight per SM is best, more or less costs up to a tenth."""
+    if spec.n <= 8192:
+        yield FwdConfig(512, stages=1, ctas_per_sm=2)
+    for cluster in clusters(spec.n, RING_COLS):
+        for threads in (1024, 512):
+            yield FwdConfig(threads, cluster=cluster, stages=1 if cluster == 1 else 2)
 
 
 def default_bwd(spec: RMSNormBwdSpec, arch: Arch) -> BwdConfig:
@@ -244,9 +259,10 @@ def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
         return False
     if config.ctas_per_sm * config.num_threads > arch.max_threads_per_sm:
         return False
-    held = [spec.weight, *([spec.x, spec.dout, spec.dresidual_out] if config.keep else [])]
+    held = [spec.weight] if config.hold_weight else []
+    held += [spec.x, spec.dout, spec.dresidual_out] if config.keep else []
     words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
-    return config.tiling(spec).values * words <= config.registers - 40
+    return config.tiling(spec).values * words <= config.registers - 56
 
 
 def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
@@ -255,6 +271,10 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
     bits = min(min(spec.vec * dtypes.width(name), 8 * spec.align) for name in inputs if name)
     ring = (2, 1, 0) if bits >= 32 else (0,)  # cp.async moves at least 4 bytes
     for keep in (True, False):
+        if 8192 < spec.n <= 65536:  # two CTAs per SM hide each other's exchange over the cluster
+            for split in clusters(spec.n, 4096):
+                for stages in ring:
+                    yield BwdConfig(256, 1, split, 1, stages, keep, 2)
         for values in (16, 32):
             for split in clusters(spec.n, 512 * values):
                 low = max(1, 32 // spec.vec)
@@ -265,7 +285,7 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
                     for ctas in (2, 1) if threads * rows <= 256 else (1,):
                         yield BwdConfig(threads, rows, split, peers, stages, keep, ctas)
     for split in clusters(spec.n, 32768):
-        yield BwdConfig(1024, split=split, keep=False)
+        yield BwdConfig(512, split=split, keep=False, hold_weight=False)
 
 
 def clusters(n: int, cols: int) -> Iterator[int]:

@@ -161,9 +161,21 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     """The kernel, with groups and state if its CTAs stay."""
     target = arch.detect(device)
     chosen = config.default_fwd(spec, target)
-    function = cache.load(chosen.module, spec, chosen, target)
     if not chosen.persistent:
-        return _on_device(function, device)
+        return _on_device(cache.load(chosen.module, spec, chosen, target), device)
+    return _on_device(_staying(spec, chosen, device), device)
+
+
+def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Launcher:
+    """A kernel whose CTAs stay; where each would have one tile, the one of the same bits."""
+    target, single = arch.detect(device), chosen.one_tile()
+
+    @functools.cache
+    def kernel(few: bool) -> Launcher:
+        use = single if few else chosen
+        with torch_workspace.relaxed_capture():
+            return cache.load(use.module, spec, use, target)
+
     resident, ints = _resident(device, spec, chosen), chosen.state_ints
     counters = torch_workspace.counters
 
@@ -172,10 +184,12 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
         return chosen.groups(spec, rows, 1, resident)
 
     def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
-        state = counters(device, ints)
-        function(x, weight, bias, residual, out, h, rstd, state, eps, offset, groups(rows))
+        few = rows <= resident
+        state = None if few else counters(device, ints)
+        operands = (x, weight, bias, residual, out, h, rstd, state)
+        kernel(few)(*operands, eps, offset, groups(rows))
 
-    return _on_device(launch, device)
+    return launch
 
 
 def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
@@ -221,7 +235,7 @@ def _on_device(launch: Launcher, device: int) -> Launcher:
 def _resident(device: int, spec: Any, chosen: Any) -> int:
     """Clusters that are on the device together."""
     sizes = (chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec))
-    return occupancy.resident_clusters(device, *sizes, registers=getattr(chosen, "registers", 0))
+    return occupancy.resident_clusters(device, *sizes, registers=chosen.registers)
 
 
 def _row_align(n: int, *names: str | None) -> int:
