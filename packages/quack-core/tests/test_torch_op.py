@@ -1,7 +1,9 @@
 """The torch side of operators: dtypes, the eager predicate, registration."""
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+
 from torch import Tensor
 
 from quack_core import dtypes, torch_op

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+
 from torch import Tensor
 
 from quack_core import driver, torch_workspace

@@ -5,7 +5,8 @@ import time
 from typing import Any
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 from quack_core import driver, torch_workspace
 

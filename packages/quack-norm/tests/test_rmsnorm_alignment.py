@@ -7,10 +7,12 @@ import torch
 from rmsnorm_fake import Kernel
 from rmsnorm_oracle import BF16, F32
 
+from quack_core import arch
 from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import random
 from quack_norm.ops import rows
 from quack_norm.ops.rmsnorm import launch, reference
+from quack_norm.ops.rmsnorm.config import default_fwd
 
 
 def test_alignment_and_offset_choose_kernels(kernel: Kernel) -> None:
@@ -98,7 +100,9 @@ def test_groups_state_and_scratch(n: int, kernel: Kernel) -> None:
         w = random((n,), F32, seed=2)
         launch.backward(x, w, y, rstd, None, 0.0, BF16, None, True, F32, False)
         launch.backward(x, w, y, rstd, None, 0.0, BF16, None, False, None, False)
-    assert len(kernel.launched) == 12 and len(kernel.loaded) == 3
+    # a row of a ring has a kernel of its own where rows are few
+    ring = default_fwd(kernel.loaded[0], arch.get("sm90")).persistent
+    assert len(kernel.launched) == 12 and len(kernel.loaded) == 3 + ring
     assert all((state is None) == (i % 3 == 2) for i, state in enumerate(kernel.states) if i % 3)
 
 

@@ -1,5 +1,7 @@
 """The CUDA driver through ``cuda.bindings``, which arrives with the DSL: loaded on first use."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from quack_core.errors import DeviceError
@@ -45,6 +47,28 @@ def current_device() -> int:
     if int(call(driver.cuCtxGetCurrent)) == 0:
         return 0
     return int(call(driver.cuCtxGetDevice))
+
+
+@contextlib.contextmanager
+def primary_context(device: Any) -> Iterator[None]:
+    """Make the context that torch uses current on this thread, which may have another or none.
+
+    Args:
+        device: index of the CUDA device.
+
+    Raises:
+        DeviceError: there is no such device, or no room for its context.
+    """
+    driver = load()
+    context = call(driver.cuDevicePrimaryCtxRetain, device)
+    try:
+        call(driver.cuCtxPushCurrent, context)
+        try:
+            yield
+        finally:
+            call(driver.cuCtxPopCurrent)
+    finally:
+        call(driver.cuDevicePrimaryCtxRelease, device)
 
 
 def _first_line(error: Exception) -> str:

@@ -72,9 +72,8 @@ VARIABLES = (
     Variable(
         "QUACK_COMPILE_ARCH",
         str,
-        None,
-        "Tests only: the one architecture, such as `sm90`, that the compile tests compile for.",
-        "all",
+        "sm90",
+        "Tests only: the architecture that the compile tests compile for.",
     ),
     Variable(
         "QUACK_LOG",
@@ -105,10 +104,10 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 @overload
 def get(name: Literal["QUACK_REQUIRE_GPU"]) -> bool: ...
 @overload
+def get(name: Literal["QUACK_COMPILE_ARCH"]) -> str: ...
+@overload
 def get(
-    name: Literal[
-        "QUACK_ARCH", "QUACK_CACHE_DIR", "QUACK_COMPILE_ARCH", "QUACK_LOG", "QUACK_TORCH"
-    ],
+    name: Literal["QUACK_ARCH", "QUACK_CACHE_DIR", "QUACK_LOG", "QUACK_TORCH"],
 ) -> str | None: ...
 def get(name: str) -> str | bool | int | None:
     """The value of a variable now; the environment is read at each call.

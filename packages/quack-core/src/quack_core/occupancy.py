@@ -59,7 +59,7 @@ def resident_clusters(
         if ctas == 0:
             return 0
         smem_bytes = max(smem_bytes, _smem_that_admits(ctas, limits))
-    with _primary_context(api, device), _loaded_probe(api) as probe:
+    with driver.primary_context(device_index), _loaded_probe(api) as probe:
         return _count(api, probe, limits["sms"], cluster, threads, smem_bytes)
 
 
@@ -118,19 +118,6 @@ def _check(limits: dict[str, int], cluster: int, threads: int, smem_bytes: int) 
         raise ShapeError(
             f"smem_bytes={smem_bytes}: a CTA of this device has up to {limits['smem_per_cta']}"
         )
-
-
-@contextlib.contextmanager
-def _primary_context(api: Any, device: Any) -> Iterator[None]:
-    context = driver.call(api.cuDevicePrimaryCtxRetain, device)
-    try:
-        driver.call(api.cuCtxPushCurrent, context)
-        try:
-            yield
-        finally:
-            driver.call(api.cuCtxPopCurrent)
-    finally:
-        driver.call(api.cuDevicePrimaryCtxRelease, device)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def release() -> None:
         blocks = [block for blocks in _free.values() for block in blocks]
         _free.clear()
         for block in blocks:
-            with relaxed_capture(), _context(block.ints.get_device()):
+            with relaxed_capture(), driver.primary_context(block.ints.get_device()):
                 driver.call(driver.load().cuMemFree, block.ints.data_ptr())
 
 
@@ -162,7 +162,7 @@ def _give(block: _Block, graph: Any) -> None:
 def _zeros(device: int, ints: int) -> Tensor:
     """Memory that is zero when this returns, whatever any stream does or records."""
     cuda = driver.load()
-    with torch.inference_mode(False), relaxed_capture(), _context(device):
+    with torch.inference_mode(False), relaxed_capture(), driver.primary_context(device):
         address = int(driver.call(cuda.cuMemAlloc, 4 * ints))
         stream = driver.call(cuda.cuStreamCreate, int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
         try:
@@ -171,21 +171,6 @@ def _zeros(device: int, ints: int) -> Tensor:
         finally:
             driver.call(cuda.cuStreamDestroy, stream)
         return _view(device, address, ints)
-
-
-@contextlib.contextmanager
-def _context(device: int) -> Iterator[None]:
-    """The context that torch uses, made current: a new thread may not have one yet."""
-    cuda = driver.load()
-    context = driver.call(cuda.cuDevicePrimaryCtxRetain, device)
-    try:
-        driver.call(cuda.cuCtxPushCurrent, context)
-        try:
-            yield
-        finally:
-            driver.call(cuda.cuCtxPopCurrent)
-    finally:
-        driver.call(cuda.cuDevicePrimaryCtxRelease, device)
 
 
 class _Memory:

@@ -6,6 +6,8 @@
   ``load_shifted`` and ``store_piece`` work on 16-byte pieces of memory that cover the row.
 """
 
+import itertools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
@@ -140,13 +142,16 @@ def fetch_vectors(
         cute.copy(atom, source, target, pred=_spread(pred, source))
 
 
-def can_fetch(vec: int, width: int, align: int) -> bool:
-    """Whether ``fetch_vectors`` applies: cp.async moves 4, 8 or 16 bytes."""
-    return access_elements(vec, width, align) * width >= 32
-
-
 def vector_offset(pointer: cute.Pointer, vec: int) -> Int32:
-    """Elements between the last multiple of ``vec`` elements in memory and the address."""
+    """Elements between the last multiple of ``vec`` elements in memory and the address.
+
+    Args:
+        vec: a power of two.
+
+    Raises:
+        ValueError: it is none.
+    """
+    _check_power_of_two(vec)
     shift = (pointer.dtype.width // 8).bit_length() - 1
     return Int32((pointer.toint() >> shift) & Int64(vec - 1))
 
@@ -194,7 +199,8 @@ def load_piece(
     registers.fill(0)
     target = cute.make_tensor(registers.iterator, cute.make_layout(source.shape))
     pred = piece_predicate(pointer, index, count, vec, align)
-    cute.copy(_atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0]), source, target, pred=pred)
+    atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
+    cute.copy(atom, source, target, pred=pred)
     return registers
 
 
@@ -213,7 +219,6 @@ def load_shifted(
     pointer: cute.Pointer,
     index: Int32,
     count: Int32,
-    offset: Int32,
     vec: cutlass.Constexpr[int],
 ) -> cute.Tensor:
     """As ``load_piece`` with ``align`` 16, where ``pointer`` is aligned and ``index`` is not.
@@ -221,10 +226,15 @@ def load_shifted(
     Two pieces in 16-byte accesses and a shift in registers.
 
     Args:
-        offset: ``-index`` modulo ``vec``; it should be the same for all threads of a warp.
+        index: of the first element; any number, also below 0.
+        vec: a power of two, together at least 4 bytes.
+
+    Raises:
+        ValueError: it is no power of two.
     """
+    _check_power_of_two(vec)
     num_words = const_expr(vec * pointer.dtype.width // 32)
-    back = vec - offset if offset > 0 else Int32(0)
+    back = index & (vec - 1)
     low = load_piece(pointer, index - back, count, vec, CHUNK)
     high = load_piece(pointer, index - back + vec, count, vec, CHUNK)
     halves = (cute.recast_tensor(low, Uint32), cute.recast_tensor(high, Uint32))
@@ -257,6 +267,11 @@ def store_piece(
                 cute.make_tensor(start + v, cute.make_layout(1))[0] = registers[v]
 
 
+def _check_power_of_two(vec: int) -> None:
+    if vec < 1 or vec & (vec - 1):
+        raise ValueError(f"vec={vec}: must be a power of two")
+
+
 def _access_bytes(vec: int, pointer: cute.Pointer, align: int) -> int:
     width = pointer.dtype.width
     return access_elements(vec, width, align) * width // 8
@@ -271,7 +286,7 @@ def _shift(words: list[Uint32], num_bytes: Int32, limit: int) -> list[Uint32]:
         words = [_select(far, after, word) for word, after in pairs]
         distance //= 2
     selector = _select((num_bytes & 2) != 0, Uint32(0x5432), Uint32(0x3210))
-    pairs = zip(words, words[1:], strict=False)
+    pairs = itertools.pairwise(words)
     return [Uint32(cute.arch.prmt(word, after, selector)) for word, after in pairs]
 
 

@@ -5,7 +5,6 @@
 when there is something to load or to compile.
 """
 
-import logging
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quack_core import log
 from quack_core.arch import Arch
 from quack_core.errors import StaleSourceError
 
@@ -23,7 +23,6 @@ from .options import DEFAULT, Options
 
 __all__ = ["Key", "clear_memory", "key", "load"]
 
-_log = logging.getLogger("quack.jit")
 _functions: dict[str, Any] = {}  # digest: function
 _guard = threading.Lock()
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # digest: one at a time
@@ -127,4 +126,5 @@ def _load(path: Path, symbol: str) -> Any:
 
 def _report(result: str, request: _Request, started: float) -> None:
     seconds = time.perf_counter() - started
-    _log.info("%s %s %s in %.3f s", request.spec.name, request.key.digest[:12], result, seconds)
+    news = (request.spec.name, request.key.digest[:12], result, seconds)
+    log.get("quack.jit").info("%s %s %s in %.3f s", *news)

@@ -5,7 +5,6 @@ release, so a change of the DSL is met in this file.
 """
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from cutlass.cute.runtime import (
     make_fake_stream,
     make_fake_tensor,
 )
+
+from quack_core import log
 
 from . import versions
 
@@ -50,7 +51,7 @@ def check_version() -> None:
     minor = tuple(int(part) for part in text.split(".")[:2])
     if not TESTED[0] <= minor <= TESTED[1]:
         first, last = (".".join(map(str, bound)) for bound in TESTED)
-        logging.getLogger("quack").warning(
+        log.get("quack.jit").warning(
             "nvidia-cutlass-dsl %s is outside the tested range %s to %s; kernels may fail to compile",
             text,
             first,

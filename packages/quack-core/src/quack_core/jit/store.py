@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quack_core import env
+from quack_core import env, log
 
 from .keys import FORMAT, Key
 
@@ -29,7 +29,6 @@ LOCK_SECONDS = 600.0
 _PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-_log = logging.getLogger("quack.jit")
 _guard = threading.Lock()
 _folders: dict[Path, Path | None] = {}  # wanted place: the folder in use, None if refused
 
@@ -71,7 +70,7 @@ def read(place: Path, key: Key, load: Callable[[Path, str], Any]) -> Any:
     except FileNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001 - whatever is wrong, compiling again repairs it
-        _log.info("entry %s cannot be used (%s): compiling again", key.digest[:12], error)
+        _log().info("entry %s cannot be used (%s): compiling again", key.digest[:12], error)
         return None
 
 
@@ -111,7 +110,7 @@ def write(
             _give_up(place.parent, error)
         return None
     except Exception as error:  # noqa: BLE001 - the kernel works without its entry
-        _log.warning("%s was not stored: %s: %s", symbol, type(error).__name__, error)
+        _log().warning("%s was not stored: %s: %s", symbol, type(error).__name__, error)
         return None
     return object_path
 
@@ -125,11 +124,15 @@ def lock(place: Path, key: Key) -> Iterator[None]:
     try:
         held.acquire()
     except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError
-        _log.info("no lock for %s (%s): going on without", key.digest[:12], error)
+        _log().info("no lock for %s (%s): going on without", key.digest[:12], error)
     try:
         yield
     finally:
         held.release()
+
+
+def _log() -> logging.Logger:
+    return log.get("quack.jit")
 
 
 def forget_folders() -> None:
@@ -201,7 +204,7 @@ def _temporary(place: Path, key: Key, suffix: str) -> Iterator[Path]:
 def _give_up(root: Path, error: OSError) -> None:
     """Use no disk from now on; the caller holds the guard, so there is one warning per place."""
     if _folders.get(root, root) is not None:
-        _log.warning(
+        _log().warning(
             "compiled kernels are not kept on disk: %s (%s). Every process compiles again; set "
             "QUACK_CACHE_DIR to a folder of your own",
             root,

@@ -8,11 +8,6 @@ from quack_core.errors import LayoutError, ShapeError
 IntTuple = int | tuple["IntTuple", ...]
 
 
-def is_tuple(value: IntTuple) -> bool:
-    """Whether ``value`` is a tuple (else an integer)."""
-    return isinstance(value, tuple)
-
-
 def leaves(value: IntTuple) -> Iterator[int]:
     """The integers of ``value`` from left to right."""
     if isinstance(value, tuple):

@@ -41,6 +41,11 @@ class ColumnSums:
             raise ValueError(f"{tiling.cols} columns: must be a multiple of {FLOATS} * {peers=}")
 
     @property
+    def needs_shared(self) -> bool:
+        """Whether a CTA has anything to add before it writes its sums to global memory."""
+        return self.peers > 1 or self.tiling.rows_per_cta > 1
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Float32 values in shared memory: (columns, rows of the CTA)."""
         return self.tiling.cols, self.tiling.rows_per_cta
@@ -61,48 +66,54 @@ class ColumnSums:
             work: this cluster's row of partial sums.
             rank: of the CTA in its cluster.
 
-        Synchronises: the cluster (or CTA) twice; ``shared`` is free again afterwards.
+        Synchronises: the cluster (or CTA) twice if ``needs_shared``; ``shared`` is free again
+        afterwards.
         """
         tiling = const_expr(self.tiling)
         thread, row = tid % tiling.threads_per_row, tid // tiling.threads_per_row
-        copy.store_vectors(sums, shared[None, row].iterator, tiling, thread, copy.CHUNK)
-        if const_expr(tiling.rows_per_cta > 1):
-            cute.arch.sync_threads()
-            self._add_rows(shared, tid)
-        self._sync()
+        if const_expr(not self.needs_shared):
+            copy.store_vectors(sums, work + rank * tiling.cols, tiling, thread, copy.CHUNK)
+        else:
+            copy.store_vectors(sums, shared[None, row].iterator, tiling, thread, copy.CHUNK)
+            if const_expr(tiling.rows_per_cta > 1):
+                cute.arch.sync_threads()
+                self._add_rows(shared, tid)
+            self._sync()
+            self._add_peers(shared, work, rank, tid)
+            self._sync()
+
+    @cute.jit
+    def _add_peers(self, shared: cute.Tensor, work: cute.Pointer, rank: Int32, tid: Int32):
+        """Add this CTA's slice over its peers and write it to ``work``."""
+        tiling = const_expr(self.tiling)
         begin = rank % self.peers * self.slice
-        for first in cutlass.range_constexpr(0, self.slice // FLOATS, tiling.num_threads):
-            at = first + tid
-            if at < self.slice // FLOATS:
-                column = begin + at * FLOATS
-                here = copy.aligned(shared.iterator + column, 4 * FLOATS)
-                total = cute.make_rmem_tensor(FLOATS, Float32)
-                if const_expr(self.peers == 1):
-                    cute.autovec_copy(cute.make_tensor(here, cute.make_layout(FLOATS)), total)
-                else:
-                    total.fill(0.0)
-                    for peer in cutlass.range_constexpr(self.peers):
-                        there = cute.arch.map_dsmem_ptr(here, Int32(peer))
-                        total.store(total.load() + load_peer(there, FLOATS))
-                into = copy.aligned(work + rank // self.peers * tiling.cols + column, 4 * FLOATS)
-                cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
-        self._sync()
+        for at in cutlass.range(tid, self.slice // FLOATS, tiling.num_threads, unroll=1):
+            column = begin + at * FLOATS
+            here = copy.aligned(shared.iterator + column, 4 * FLOATS)
+            total = cute.make_rmem_tensor(FLOATS, Float32)
+            if const_expr(self.peers == 1):
+                cute.autovec_copy(cute.make_tensor(here, cute.make_layout(FLOATS)), total)
+            else:
+                total.fill(0.0)
+                for peer in cutlass.range_constexpr(self.peers):
+                    there = cute.arch.map_dsmem_ptr(here, Int32(peer))
+                    total.store(total.load() + load_peer(there, FLOATS))
+            into = copy.aligned(work + rank // self.peers * tiling.cols + column, 4 * FLOATS)
+            cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
 
     @cute.jit
     def _add_rows(self, shared: cute.Tensor, tid: Int32):
         """Add the rows of the CTA into its first one."""
         tiling = const_expr(self.tiling)
-        for first in cutlass.range_constexpr(0, tiling.cols // FLOATS, tiling.num_threads):
-            at = first + tid
-            if at < tiling.cols // FLOATS:
-                total = cute.make_rmem_tensor(FLOATS, Float32)
-                total.fill(0.0)
-                for r in cutlass.range(tiling.rows_per_cta, unroll=ROWS_UNROLL):
-                    here = copy.aligned(shared[None, r].iterator + at * FLOATS, 4 * FLOATS)
-                    part = cute.make_tensor(here, cute.make_layout(FLOATS)).load()
-                    total.store(total.load() + part)
-                into = copy.aligned(shared.iterator + at * FLOATS, 4 * FLOATS)
-                cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
+        for at in cutlass.range(tid, tiling.cols // FLOATS, tiling.num_threads, unroll=1):
+            total = cute.make_rmem_tensor(FLOATS, Float32)
+            total.fill(0.0)
+            for r in cutlass.range(tiling.rows_per_cta, unroll=ROWS_UNROLL):
+                here = copy.aligned(shared[None, r].iterator + at * FLOATS, 4 * FLOATS)
+                part = cute.make_tensor(here, cute.make_layout(FLOATS)).load()
+                total.store(total.load() + part)
+            into = copy.aligned(shared.iterator + at * FLOATS, 4 * FLOATS)
+            cute.autovec_copy(total, cute.make_tensor(into, cute.make_layout(FLOATS)))
 
     @cute.jit
     def _sync(self):
@@ -138,23 +149,21 @@ class ColumnSums:
         """
         tiling, batch = const_expr(self.tiling), const_expr(self.batch)
         begin = rank * self.slice
-        for first in cutlass.range_constexpr(0, self.slice // FLOATS, tiling.num_threads):
-            at = first + tid
-            if at < self.slice // FLOATS:
-                column = begin + at * FLOATS
-                total = cute.make_rmem_tensor(FLOATS, Float32)
-                total.fill(0.0)
-                parts = cute.make_rmem_tensor(cute.make_layout((FLOATS, batch)), Float32)
-                for base in cutlass.range(0, groups, batch, unroll=1):
-                    parts.fill(0.0)  # a batch of loads in flight, then its sum
-                    for j in cutlass.range_constexpr(batch):
-                        if base + j < groups:
-                            offset = Int64(base + j) * row_stride + column
-                            there = copy.aligned(work + offset, 4 * FLOATS)
-                            source = cute.make_tensor(there, cute.make_layout(FLOATS))
-                            cute.autovec_copy(source, parts[None, j])
-                    for j in cutlass.range_constexpr(batch):
-                        total.store(total.load() + parts[None, j].load())
-                for i in cutlass.range_constexpr(FLOATS):
-                    if column + i < tiling.n:
-                        out[column + i] = total[i].to(out.element_type)
+        for at in cutlass.range(tid, self.slice // FLOATS, tiling.num_threads, unroll=1):
+            column = begin + at * FLOATS
+            total = cute.make_rmem_tensor(FLOATS, Float32)
+            total.fill(0.0)
+            parts = cute.make_rmem_tensor(cute.make_layout((FLOATS, batch)), Float32)
+            for base in cutlass.range(0, groups, batch, unroll=1):
+                parts.fill(0.0)  # a batch of loads in flight, then its sum
+                for j in cutlass.range_constexpr(batch):
+                    if base + j < groups:
+                        offset = Int64(base + j) * row_stride + column
+                        there = copy.aligned(work + offset, 4 * FLOATS)
+                        source = cute.make_tensor(there, cute.make_layout(FLOATS))
+                        cute.autovec_copy(source, parts[None, j])
+                for j in cutlass.range_constexpr(batch):
+                    total.store(total.load() + parts[None, j].load())
+            for i in cutlass.range_constexpr(FLOATS):
+                if column + i < tiling.n:
+                    out[column + i] = total[i].to(out.element_type)

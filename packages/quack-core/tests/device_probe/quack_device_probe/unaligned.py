@@ -51,7 +51,7 @@ class Unaligned:
                 copy.store_piece(values, pZ, place, Int32(tiling.cols), copy.CHUNK)
                 copy.store_piece(values, pY, index, count, const_expr(mX.element_type.width // 8))
             else:
-                values = copy.load_shifted(pX, index, count, offset, vec)
+                values = copy.load_shifted(pX, index, count, vec)
                 copy.store_piece(values, pY, index, count, copy.CHUNK)
 
 

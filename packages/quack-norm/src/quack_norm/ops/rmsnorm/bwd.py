@@ -104,10 +104,9 @@ class RMSNormBwd(ReductionBase):
         for s in cutlass.range_constexpr(config.stages):
             self._fetch(inputs, ring, row + s * stride, rows, head, row_rank, Int32(s), tid)
 
-        weight_at = (mW, (row, head), first, thread, row_rank)
-        held = self._weight(*weight_at) if const_expr(config.hold_weight) else None
-        rDw = self._zeros()
-        rDb = self._zeros() if const_expr(self.spec.dbias is not None) else rDw
+        weight = (mW, (row, head), first, thread, row_rank)
+        held = self._hold(*weight)
+        sums = (self._zeros(), self._zeros())  # dweight, dbias
         next_rstd = self._rstd(mRstd, row, rows, head)
         self.join_cluster()
 
@@ -115,36 +114,21 @@ class RMSNormBwd(ReductionBase):
         for base in cutlass.range(begin, rows, stride, unroll=1):
             row, rstd = base + self.row_in_cta(tid), next_rstd
             next_rstd = self._rstd(mRstd, row + stride, rows, head)
-            self._await()
             at = (inputs, ring, row, rows, head, row_rank, stage, tid)
             later = (inputs, ring, row + config.stages * stride, rows, head, row_rank, stage, tid)
-            x, dy = self._read(0, *at), self._read(1, *at)
-            dh_out = self._read(2, *at) if const_expr(mDh is not None and config.keep) else None
-            rW = held if const_expr(config.hold_weight) else self._weight(*weight_at)
-            dot = self._first_pass(x, dy, rstd, rW, rDw, rDb, weight_offset)
-            if const_expr(config.keep):
-                self._fetch(*later)
+            self._await()
+            kept, dot = self._first_pass(at, rstd, held, weight, sums, weight_offset)
+            self._fetch(*later)
             (dot,) = self.reduce((dot,), exchange, tid, step)
-            if const_expr(not config.keep):
-                x, dy = self._read(0, *at), self._read(1, *at)
-                dh_out = self._read(2, *at) if const_expr(mDh is not None) else None
             mean = dot * (rstd * rstd * (1 / tiling.n))
-            rW = held if const_expr(config.hold_weight) else self._weight(*weight_at)
-            dh = (self._times_weight(dy, rW, weight_offset) - x * mean) * rstd
-            if const_expr(mDh is not None):
-                dh = dh + dh_out
-            self._put(dh, mDx, row, rows, head, row_rank, thread)
-            if const_expr(mDr is not None):
-                self._put(dh, mDr, row, rows, head, row_rank, thread)
-            if const_expr(not config.keep):
-                self._fetch(*later)
+            self._second_pass(at, kept, mean, rstd, held, weight, (mDx, mDr), weight_offset)
             step += 1
             stage += 1
             if stage == config.stages:
                 stage = Int32(0)
         if const_expr(self.sums is not None):
             self._column_sums(
-                rDw, rDb, mDw, mDb, mWork, mState, ring, ticket, groups, group, rank, head, tid
+                *sums, mDw, mDb, mWork, mState, ring, ticket, groups, group, rank, head, tid
             )
 
     def _zeros(self) -> cute.Tensor:
@@ -154,8 +138,8 @@ class RMSNormBwd(ReductionBase):
         return registers
 
     @cute.jit
-    def _weight(self, mW, at, first: Int32, thread: Int32, row_rank: Int32) -> cute.Tensor:
-        """The thread's vectors of the weight."""
+    def _hold(self, mW, at, first: Int32, thread: Int32, row_rank: Int32) -> cute.Tensor:
+        """The thread's vectors of the weight, for all rows."""
         if const_expr(mW is None):
             return self._zeros()
         else:
@@ -176,17 +160,33 @@ class RMSNormBwd(ReductionBase):
         if const_expr(self.config.stages > 0):
             cute.arch.cp_async_wait_group(self.config.stages - 1)
 
-    @cute.jit
-    def _first_pass(
-        self, x, dy, rstd: Float32, rW, rDw, rDb, weight_offset: Float32
-    ) -> Float32:
-        """Add the row to dweight and dbias; the thread's part of sum(dout * weight * x)."""
+    def _first_pass(self, at, rstd: Float32, held, weight, sums, weight_offset: Float32):
+        """Add a row to dweight and dbias.
+
+        Returns:
+            What the second pass needs, and the thread's part of sum(dout * weight * x).
+        """
+        x, dy = self._read(0, *at), self._read(1, *at)
         xdy = x * dy
-        if const_expr(self.spec.dweight):
-            rDw.store(rDw.load() + xdy * rstd)
-        if const_expr(self.spec.dbias is not None):
-            rDb.store(rDb.load() + dy)
-        return thread_sum(self._times_weight(xdy, rW, weight_offset))
+        if self.spec.dweight:
+            sums[0].store(sums[0].load() + xdy * rstd)
+        if self.spec.dbias is not None:
+            sums[1].store(sums[1].load() + dy)
+        dh_out = None if self.spec.dresidual_out is None else self._read(2, *at)
+        return (x, dy, dh_out), thread_sum(self._times_weight(xdy, held, weight_offset))
+
+    def _second_pass(
+        self, at, kept, mean: Float32, rstd: Float32, held, weight, outputs, weight_offset: Float32
+    ) -> None:
+        """Write dh of a row."""
+        x, dy, dh_out = kept
+        _, _, row, rows, head, row_rank, _, tid = at
+        dh = (self._times_weight(dy, held, weight_offset) - x * mean) * rstd
+        if dh_out is not None:
+            dh = dh + dh_out
+        for output in outputs:
+            if output is not None:
+                self._put(dh, output, row, rows, head, row_rank, self.thread_in_row(tid))
 
     def _coordinates(self, mX, row: Int32, head: Int32) -> tuple[Int32, ...]:
         if self.spec.rank == 2:
@@ -323,8 +323,8 @@ def _size(name: str) -> int:
     return {"float32": 4, "bfloat16": 2, "float16": 2}[name]
 
 
-def build(spec: RMSNormBwdSpec, config: BwdConfig) -> tuple[RMSNormBwd, tuple]:
-    """The kernel and its symbolic arguments."""
+def arguments(spec: RMSNormBwdSpec) -> tuple:
+    """Symbolic operands of the launch function."""
     outer = tuple(cute.sym_int() for _ in range(spec.rank - 1))
     rows, weights = (*outer, spec.n), (outer[-1], spec.n) if spec.per_head else (spec.n,)
 
@@ -336,7 +336,7 @@ def build(spec: RMSNormBwdSpec, config: BwdConfig) -> tuple[RMSNormBwd, tuple]:
     if spec.column_sums:
         work = symbolic("float32", (cute.sym_int64(),), align=16, contiguous=True)
         state = symbolic("int32", (cute.sym_int(),), align=4, contiguous=True)
-    args = (
+    return (
         tensor(spec.x, rows),
         tensor(spec.weight, weights),
         tensor(spec.dout, rows),
@@ -351,4 +351,8 @@ def build(spec: RMSNormBwdSpec, config: BwdConfig) -> tuple[RMSNormBwd, tuple]:
         Float32(0),
         Int32(0),
     )
-    return RMSNormBwd(spec, config), args
+
+
+def build(spec: RMSNormBwdSpec, config: BwdConfig) -> tuple[RMSNormBwd, tuple]:
+    """The kernel and its symbolic arguments."""
+    return RMSNormBwd(spec, config), arguments(spec)

@@ -16,6 +16,8 @@ from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 CHUNK = 16
 """Bytes of the widest access."""
+HELD_VALUES = 32
+"""Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
 MAX_PHASES = 8
 """Offsets at which rows can begin within a vector."""
 MIN_SHIFTED = 256
@@ -116,9 +118,8 @@ class BwdConfig:
         split: CTAs of a cluster that share the columns of a row.
         peers: CTAs of a cluster that have the same columns and add their column sums first.
         stages: rows in flight in shared memory; 0: rows come straight into registers.
-        keep: x and dout stay in registers between the two passes over a row; else they are read
-            again, from shared or global memory.
-        hold_weight: the weight stays in registers; else it is loaded again for every row, twice.
+        keep: a row stays in registers between the two passes over it, and the weight always; else
+            they are read again, piece by piece, from global memory.
         ctas_per_sm: CTAs that should stay on an SM together.
     """
 
@@ -129,18 +130,19 @@ class BwdConfig:
     stages: int = 0
     keep: bool = True
     ctas_per_sm: int = 1
-    hold_weight: bool = True
 
     def __post_init__(self) -> None:
         if self.split > 1 and self.peers > 1:
             raise ValueError(f"split={self.split}, peers={self.peers}: one of them must be 1")
+        if self.stages and not self.keep:
+            raise ValueError(f"stages={self.stages} needs keep=True")
 
     persistent = True
 
     @property
     def module(self) -> str:
         """The kernel's module."""
-        return f"{__package__}.bwd"
+        return f"{__package__}.{'bwd' if self.keep else 'bwd_long'}"
 
     @property
     def num_threads(self) -> int:
@@ -168,7 +170,8 @@ class BwdConfig:
         tiling = self.tiling(spec)
         inputs = [name for name in (spec.x, spec.dout, spec.dresidual_out) if name]
         ring = self.stages * sum(dtypes.width(name) // 8 for name in inputs)
-        sums = 4 if spec.column_sums else 0
+        shared_sums = spec.column_sums and (self.peers > 1 or self.rows_per_cta > 1)
+        sums = 4 if shared_sums else 0
         return tiling.cols * tiling.rows_per_cta * max(ring, sums)
 
     def smem_bytes(self, spec: RMSNormBwdSpec) -> int:
@@ -202,11 +205,13 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
     """Whether shared memory, cluster and registers of the architecture suffice."""
     if config.cluster > arch.max_cluster or config.smem_bytes(spec) > arch.smem_bytes:
         return False
+    values = config.tiling(spec).values
+    if values > HELD_VALUES and not config.shifted:  # h alone is held, in float32
+        return values <= config.registers - 72
     # Beside x a thread holds what it adds and scales with.
     held = [spec.residual, *([spec.weight, spec.bias] if config.persistent else [])]
     words = 1 + sum(dtypes.width(name) / 32 for name in held if name)
-    budget = config.registers - 32
-    return config.tiling(spec).values * words <= budget
+    return values * words <= config.registers - 32
 
 
 def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
@@ -221,12 +226,11 @@ def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
         for config in _rings(spec):
             # Without 4-byte alignment there is no cp.async; the tiling decides on the bits.
             yield config if spec.align >= 4 else config.one_tile()
-    for values in (8, 16, 32, 64) if spec.n <= 512 else (16, 32, 64):
-        for cluster in clusters(spec.n, 512 * values):
-            threads = _threads(spec.n // cluster, spec.vec, values, high=512)
+    for values in (8, 16, 32, 128) if spec.n <= 512 else (16, 32, 128):
+        most = 512 if values <= HELD_VALUES else 256
+        for cluster in clusters(spec.n, most * values):
+            threads = _threads(spec.n // cluster, spec.vec, values, high=most)
             yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
-    for cluster in clusters(spec.n, 32768):
-        yield FwdConfig(1024, cluster=cluster)
 
 
 def _rings(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
@@ -259,10 +263,9 @@ def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
         return False
     if config.ctas_per_sm * config.num_threads > arch.max_threads_per_sm:
         return False
-    held = [spec.weight] if config.hold_weight else []
-    held += [spec.x, spec.dout, spec.dresidual_out] if config.keep else []
+    held = [spec.weight, spec.x, spec.dout, spec.dresidual_out] if config.keep else []
     words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
-    return config.tiling(spec).values * words <= config.registers - 56
+    return config.tiling(spec).values * words <= config.registers - (56 if config.keep else 64)
 
 
 def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
@@ -270,22 +273,22 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
     inputs = (spec.x, spec.dout, spec.dresidual_out)
     bits = min(min(spec.vec * dtypes.width(name), 8 * spec.align) for name in inputs if name)
     ring = (2, 1, 0) if bits >= 32 else (0,)  # cp.async moves at least 4 bytes
-    for keep in (True, False):
-        if 8192 < spec.n <= 65536:  # two CTAs per SM hide each other's exchange over the cluster
-            for split in clusters(spec.n, 4096):
-                for stages in ring:
-                    yield BwdConfig(256, 1, split, 1, stages, keep, 2)
-        for values in (16, 32):
-            for split in clusters(spec.n, 512 * values):
-                low = max(1, 32 // spec.vec)
-                threads = _threads(spec.n // split, spec.vec, values, low=low, high=512)
-                rows = max(1, 256 // threads) if split == 1 else 1
-                peers = 8 if split == 1 else 1
-                for stages in ring:
-                    for ctas in (2, 1) if threads * rows <= 256 else (1,):
-                        yield BwdConfig(threads, rows, split, peers, stages, keep, ctas)
-    for split in clusters(spec.n, 32768):
-        yield BwdConfig(512, split=split, keep=False, hold_weight=False)
+    if 8192 < spec.n <= 65536:  # two CTAs per SM hide each other's exchange over the cluster
+        for split in clusters(spec.n, 4096):
+            for stages in ring:
+                yield BwdConfig(256, 1, split, 1, stages, True, 2)
+    for values in (16, 32):
+        for split in clusters(spec.n, 512 * values):
+            low = max(1, 32 // spec.vec)
+            threads = _threads(spec.n // split, spec.vec, values, low=low, high=512)
+            rows = max(1, 256 // threads) if split == 1 else 1
+            peers = 8 if split == 1 else 1
+            for stages in ring:
+                for ctas in (2, 1) if threads * rows <= 256 else (1,):
+                    yield BwdConfig(threads, rows, split, peers, stages, True, ctas)
+    for split in reversed(list(clusters(spec.n, 32768))):
+        for threads in (512, 256):
+            yield BwdConfig(threads, split=split, keep=False)
 
 
 def clusters(n: int, cols: int) -> Iterator[int]:

@@ -11,7 +11,7 @@ from quack_core.device.reduce import thread_sum
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.base import ReductionBase
 
-from .config import FwdConfig
+from .config import HELD_VALUES, FwdConfig
 from .spec import RMSNormFwdSpec
 
 
@@ -59,7 +59,6 @@ class RMSNormFwd(ReductionBase):
         self, mX, mW, mB, mR, mY, mH, mRstd, eps: Float32, weight_offset: Float32, rows: Int32
     ):
         tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
-        weight_align = const_expr(self.spec.weight_align)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         thread, rank = self.thread_in_row(tid), block % tiling.cluster
@@ -73,20 +72,13 @@ class RMSNormFwd(ReductionBase):
         exchange = self.allocate(smem)
         self.start_cluster(exchange, tid)
 
-        # All loads are under way before the first value is used.
-        rX = copy.load_vectors(slice_pointer(mX, at, first), tiling, thread, align, pred)
-        rR, rW, rB = None, None, None  # (vec, passes) each
-        if const_expr(mR is not None):
-            rR = copy.load_vectors(slice_pointer(mR, at, first), tiling, thread, align, pred)
-        if const_expr(mW is not None):
-            pW = weight_pointer(mW, at, first)
-            rW = copy.load_vectors(pW, tiling, thread, weight_align, pred)
-        if const_expr(mB is not None):
-            pB = weight_pointer(mB, at, first)
-            rB = copy.load_vectors(pB, tiling, thread, weight_align, pred)
-        h = rX.load().to(Float32)
-        if const_expr(mR is not None):
-            h = h + rR.load().to(Float32)
+        count = tiling.n - first if const_expr(tiling.cluster > 1) else Int32(tiling.n)
+        place = (at, first, thread, pred, count if valid else Int32(0))
+        if const_expr(tiling.values <= HELD_VALUES):
+            h, rW, rB = self._load(mX, mR, mW, mB, place)
+        else:
+            rH = self._add(mX, mR, place)
+            h = rH.load()
 
         self.join_cluster()
         (square_sum,) = self.reduce((thread_sum(h * h),), exchange, tid, Int32(0))
@@ -96,8 +88,64 @@ class RMSNormFwd(ReductionBase):
                 store_rstd(mRstd, at, rstd)
         if const_expr(mH is not None):
             store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
-        y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
-        store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
+        if const_expr(tiling.values <= HELD_VALUES):
+            y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
+            store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
+        else:
+            self._scale(rH, mW, mB, mY, place, rstd, weight_offset)
+
+    def _load(self, mX, mR, mW, mB, place):
+        """h in float32, and weight and bias (vec, passes) or None."""
+        at, first, thread, pred, _ = place
+        # All loads are under way before the first value is used.
+        rows = [
+            copy.load_vectors(pointer, self.tiling, thread, self.spec.align, pred)
+            for pointer in (slice_pointer(t, at, first) for t in (mX, mR) if t is not None)
+        ]
+        weights = [
+            None
+            if tensor is None
+            else copy.load_vectors(
+                weight_pointer(tensor, at, first), self.tiling, thread, self.spec.weight_align, pred
+            )
+            for tensor in (mW, mB)
+        ]
+        h = rows[0].load().to(Float32)
+        for row in rows[1:]:
+            h = h + row.load().to(Float32)
+        return h, *weights
+
+    def _add(self, mX, mR, place) -> cute.Tensor:
+        """h in float32 registers (vec, passes), taken piece by piece."""
+        at, first, thread, _, count = place
+        vec, align = self.tiling.vec, self.spec.align
+        rH = copy.make_registers(self.tiling, Float32)
+        pointers = [slice_pointer(t, at, first) for t in (mX, mR) if t is not None]
+        for p in range(self.tiling.passes):
+            cute.arch.sync_warp()  # or else all loads come first, and spill
+            index = thread * vec + p * self.tiling.step
+            h = [copy.load_piece(q, index, count, vec, align).load().to(Float32) for q in pointers]
+            rH[None, p].store(h[0] if len(h) == 1 else h[0] + h[1])
+        return rH
+
+    def _scale(self, rH, mW, mB, mY, place, rstd: Float32, weight_offset: Float32) -> None:
+        """Write h * rstd * weight + bias, piece by piece."""
+        at, first, thread, _, count = place
+        vec, align = self.tiling.vec, self.spec.weight_align
+        pointer = slice_pointer(mY, at, first)
+        for p in range(self.tiling.passes):
+            cute.arch.sync_warp()  # or else all loads come first, and spill
+            index = thread * vec + p * self.tiling.step
+            rW, rB = (
+                None
+                if tensor is None
+                else copy.load_piece(weight_pointer(tensor, at, first), index, count, vec, align)
+                for tensor in (mW, mB)
+            )
+            y = scale(rH[None, p].load() * rstd, rW, rB, weight_offset, self.spec.offset)
+            registers = cute.make_rmem_tensor(vec, pointer.dtype)
+            registers.store(y.to(pointer.dtype))
+            copy.store_piece(registers, pointer, index, count, self.spec.align)
 
 
 def num_rows(tensor: cute.Tensor) -> Int32:

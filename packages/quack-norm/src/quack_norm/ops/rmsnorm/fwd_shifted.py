@@ -115,8 +115,8 @@ class RMSNormFwdShifted(ReductionBase):
             h = self._value(rX, rR, p)
             if const_expr(mH is not None):
                 self._store(h, slice_pointer(mH, at, first), indices[p], count)
-            rW = self._weight(mW, at, first, indices[p], offset)
-            rB = self._weight(mB, at, first, indices[p], offset)
+            rW = self._weight(mW, at, first, indices[p])
+            rB = self._weight(mB, at, first, indices[p])
             y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
             self._store(y, slice_pointer(mY, at, first), indices[p], count)
 
@@ -145,14 +145,14 @@ class RMSNormFwdShifted(ReductionBase):
         x = rX[p].load().to(Float32)
         return x if rR is None else x + rR[p].load().to(Float32)
 
-    def _weight(self, tensor, at, first: Int32, index: Int32, offset: Int32):
+    def _weight(self, tensor, at, first: Int32, index: Int32):
         """Weight or bias at a piece; None if there is none."""
         if tensor is None:
             return None
         pointer, count = weight_pointer(tensor, at, first), self.spec.n - first
         if self.spec.weight_align < copy.CHUNK:
             return copy.load_piece(pointer, index, count, self.tiling.vec, 2)
-        return copy.load_shifted(pointer, index, count, offset, self.tiling.vec)
+        return copy.load_shifted(pointer, index, count, self.tiling.vec)
 
     @cute.jit
     def _store(self, values, pointer: cute.Pointer, index: Int32, count: Int32) -> None:

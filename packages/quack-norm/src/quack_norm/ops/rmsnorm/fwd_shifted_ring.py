@@ -62,9 +62,7 @@ class RMSNormFwdShiftedRing(RMSNormFwdRing):
         return tid * self.tiling.vec + p * self.tiling.step - offset
 
     @cute.jit
-    def _fetch(
-        self, mX, mR, sX, sR, group: Int32, line: Int32, lines: Int32, place, stage: Int32
-    ):
+    def _fetch(self, mX, mR, sX, sR, group: Int32, line: Int32, lines: Int32, place, stage: Int32):
         tiling = const_expr(self.tiling)
         tid, first, offset, count = place
         valid = line < lines
@@ -93,12 +91,12 @@ class RMSNormFwdShiftedRing(RMSNormFwdRing):
     def _weight(self, tensor: cute.Tensor | None, place) -> cute.Tensor | None:
         if tensor is None:
             return None
-        _, first, offset, _ = place
+        first = place[1]
         registers = copy.make_registers(self.tiling, tensor.element_type)
         count, vec = self.spec.n - first, self.tiling.vec
         for p in range(self.tiling.passes):
             pointer, index = tensor.iterator + first, self._index(place, p)
-            registers[None, p].store(copy.load_shifted(pointer, index, count, offset, vec).load())
+            registers[None, p].store(copy.load_shifted(pointer, index, count, vec).load())
         return registers
 
     def _sum(self, rX: cute.Tensor, rR: cute.Tensor | None, scratch, place) -> Float32:
