@@ -2,9 +2,10 @@
 
 State rules. An mbarrier lives in shared memory and is initialised by the launch that uses it. A
 counter in global memory is zero before a launch and zero after it, because the launch itself clears
-it. A counter belongs to launches that cannot overlap, that is to one stream of one device, never to
-a process: two launches that share one miscount and hang. A launch that was killed leaves its counter
-behind, so the owner gives the next launch a fresh one (``quack_core.torch_workspace``).
+it. A counter belongs to launches that cannot overlap, never to a process: two that share one
+miscount and hang. ``quack_core.torch_workspace`` gives each stream of a device counters of its own,
+and each stream of a graph capture others. A kernel that fails leaves its counters behind in any
+state; CUDA then refuses all further work of the process, so no launch meets them.
 
 An mbarrier completes a phase when its arrivals and its announced bytes have come; then the next
 phase begins. ``wait`` names a phase by its parity: phases 0, 2, 4 have parity 0. A ring of stages

@@ -8,7 +8,7 @@ from quack_core.device.reduce import thread_sum
 
 from .bwd import RMSNormBwd, arguments
 from .config import BwdConfig
-from .fwd import weight_pointer
+from .fwd import store_piece, weight_pointer
 from .spec import RMSNormBwdSpec
 
 
@@ -22,24 +22,27 @@ class RMSNormBwdLong(RMSNormBwd):
         return None
 
     def _pieces(self, at, weight):
-        """(pass, element, x, dout, weight) of the thread's vectors, in order."""
-        inputs, _, row, rows, head, row_rank, _, tid = at
+        """(pass, element, end, x, dout, dresidual_out, weight) of the thread's vectors, in order.
+
+        Elements count from the thread's first one: constants fold into the instructions.
+        """
+        inputs, _, row, rows, _, _, _, _ = at
         mW, where, first, thread, _ = weight
-        vec, step, count = self.tiling.vec, self.tiling.step, self.spec.n - first
-        valid = row < rows
-        limit = _limit(count, valid)
-        rows_at = [self._pointer(tensor, row, valid, head, row_rank) for tensor in inputs]
+        vec, skip = self.tiling.vec, thread * self.tiling.vec
+        count = self.spec.n - first - skip
+        limit = _limit(count, row < rows)
+        rows_at = [self._start(tensor, at) for tensor in inputs]
+        weight_at = None if mW is None else weight_pointer(mW, where, first) + skip
         for p in range(self.tiling.passes):
             cute.arch.sync_warp()  # or else all loads come first, and spill
-            index = thread * vec + p * step
+            index = Int32(p * self.tiling.step)
             x, dy, dh = (
-                copy.load_piece(pointer, index, limit, vec, self.spec.align).load().to(Float32)
-                for pointer in rows_at
+                copy.load_piece(start, index, limit, vec, self.spec.align).load().to(Float32)
+                for start in rows_at
             )
             rW = None
-            if mW is not None:
-                pointer = weight_pointer(mW, where, first)
-                rW = copy.load_piece(pointer, index, count, vec, self.spec.weight_align)
+            if weight_at is not None:
+                rW = copy.load_piece(weight_at, index, count, vec, self.spec.weight_align)
             yield p, index, limit, x, dy, dh, rW
 
     def _first_pass(self, at, rstd: Float32, held, weight, sums, weight_offset: Float32):
@@ -58,17 +61,19 @@ class RMSNormBwdLong(RMSNormBwd):
     def _second_pass(
         self, at, kept, mean: Float32, rstd: Float32, held, weight, outputs, weight_offset: Float32
     ) -> None:
-        _, _, row, rows, head, row_rank, _, _ = at
+        starts = [self._start(output, at) for output in outputs if output is not None]
         for _, index, limit, x, dy, dh_out, rW in self._pieces(at, weight):
             dh = (self._times_weight(dy, rW, weight_offset) - x * mean) * rstd
             if self.spec.dresidual_out is not None:
                 dh = dh + dh_out
-            for output in outputs:
-                if output is not None:
-                    pointer = self._pointer(output, row, row < rows, head, row_rank)
-                    registers = cute.make_rmem_tensor(self.tiling.vec, pointer.dtype)
-                    registers.store(dh.to(pointer.dtype))
-                    copy.store_piece(registers, pointer, index, limit, self.spec.align)
+            for start in starts:
+                store_piece(dh, start, index, limit, self.spec.align)
+
+    def _start(self, tensor: cute.Tensor, at) -> cute.Pointer:
+        """The thread's first element in a row."""
+        _, _, row, rows, head, row_rank, _, tid = at
+        pointer = self._pointer(tensor, row, row < rows, head, row_rank)
+        return pointer + self.thread_in_row(tid) * self.tiling.vec
 
 
 @cute.jit

@@ -265,7 +265,7 @@ def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
         return False
     held = [spec.weight, spec.x, spec.dout, spec.dresidual_out] if config.keep else []
     words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
-    return config.tiling(spec).values * words <= config.registers - (56 if config.keep else 64)
+    return config.tiling(spec).values * words <= config.registers - (56 if config.keep else 72)
 
 
 def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:

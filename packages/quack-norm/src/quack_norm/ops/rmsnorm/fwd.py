@@ -77,7 +77,7 @@ class RMSNormFwd(ReductionBase):
         if const_expr(tiling.values <= HELD_VALUES):
             h, rW, rB = self._load(mX, mR, mW, mB, place)
         else:
-            rH = self._add(mX, mR, place)
+            rH = self._add(mX, mR, mH, place)
             h = rH.load()
 
         self.join_cluster()
@@ -86,9 +86,9 @@ class RMSNormFwd(ReductionBase):
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
-        if const_expr(mH is not None):
-            store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
         if const_expr(tiling.values <= HELD_VALUES):
+            if const_expr(mH is not None):
+                store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
             y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
             store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
         else:
@@ -115,37 +115,40 @@ class RMSNormFwd(ReductionBase):
             h = h + row.load().to(Float32)
         return h, *weights
 
-    def _add(self, mX, mR, place) -> cute.Tensor:
-        """h in float32 registers (vec, passes), taken piece by piece."""
+    def _add(self, mX, mR, mH, place) -> cute.Tensor:
+        """h in float32 registers (vec, passes), piece by piece; also written to residual_out."""
         at, first, thread, _, count = place
-        vec, align = self.tiling.vec, self.spec.align
+        vec, align, skip = self.tiling.vec, self.spec.align, thread * self.tiling.vec
         rH = copy.make_registers(self.tiling, Float32)
-        pointers = [slice_pointer(t, at, first) for t in (mX, mR) if t is not None]
+        starts = [slice_pointer(t, at, first) + skip for t in (mX, mR) if t is not None]
         for p in range(self.tiling.passes):
             cute.arch.sync_warp()  # or else all loads come first, and spill
-            index = thread * vec + p * self.tiling.step
-            h = [copy.load_piece(q, index, count, vec, align).load().to(Float32) for q in pointers]
-            rH[None, p].store(h[0] if len(h) == 1 else h[0] + h[1])
+            index, end = Int32(p * self.tiling.step), count - skip
+            h = [copy.load_piece(q, index, end, vec, align).load().to(Float32) for q in starts]
+            h = h[0] if len(h) == 1 else h[0] + h[1]
+            rH[None, p].store(h)
+            if mH is not None:
+                store_piece(h, slice_pointer(mH, at, first) + skip, index, end, align)
         return rH
 
     def _scale(self, rH, mW, mB, mY, place, rstd: Float32, weight_offset: Float32) -> None:
         """Write h * rstd * weight + bias, piece by piece."""
         at, first, thread, _, count = place
-        vec, align = self.tiling.vec, self.spec.weight_align
-        pointer = slice_pointer(mY, at, first)
+        vec, align, skip = self.tiling.vec, self.spec.weight_align, thread * self.tiling.vec
+        start = slice_pointer(mY, at, first) + skip
         for p in range(self.tiling.passes):
             cute.arch.sync_warp()  # or else all loads come first, and spill
-            index = thread * vec + p * self.tiling.step
+            index, end = Int32(p * self.tiling.step), count - skip
             rW, rB = (
                 None
                 if tensor is None
-                else copy.load_piece(weight_pointer(tensor, at, first), index, count, vec, align)
+                else copy.load_piece(
+                    weight_pointer(tensor, at, first) + skip, index, end, vec, align
+                )
                 for tensor in (mW, mB)
             )
             y = scale(rH[None, p].load() * rstd, rW, rB, weight_offset, self.spec.offset)
-            registers = cute.make_rmem_tensor(vec, pointer.dtype)
-            registers.store(y.to(pointer.dtype))
-            copy.store_piece(registers, pointer, index, count, self.spec.align)
+            store_piece(y, start, index, end, self.spec.align)
 
 
 def num_rows(tensor: cute.Tensor) -> Int32:
@@ -194,6 +197,13 @@ def store_row(values, pointer: cute.Pointer, tiling, thread: Int32, align: int, 
     registers = copy.make_registers(tiling, pointer.dtype)
     registers.store(values.to(pointer.dtype))
     copy.store_vectors(registers, pointer, tiling, thread, align, pred)
+
+
+def store_piece(values, start: cute.Pointer, index: Int32, count: Int32, align: int) -> None:
+    """Round one vector to the output's dtype and write it from element ``index`` on."""
+    registers = cute.make_rmem_tensor(cute.size(values.shape), start.dtype)
+    registers.store(values.to(start.dtype))
+    copy.store_piece(registers, start, index, count, align)
 
 
 def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:

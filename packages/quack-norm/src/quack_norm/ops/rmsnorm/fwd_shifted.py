@@ -23,6 +23,7 @@ from .fwd import (
     num_rows,
     scale,
     slice_pointer,
+    store_piece,
     store_rstd,
     weight_pointer,
 )
@@ -114,11 +115,11 @@ class RMSNormFwdShifted(ReductionBase):
         for p in cutlass.range_constexpr(tiling.passes):
             h = self._value(rX, rR, p)
             if const_expr(mH is not None):
-                self._store(h, slice_pointer(mH, at, first), indices[p], count)
+                store_piece(h, slice_pointer(mH, at, first), indices[p], count, self.align)
             rW = self._weight(mW, at, first, indices[p])
             rB = self._weight(mB, at, first, indices[p])
             y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
-            self._store(y, slice_pointer(mY, at, first), indices[p], count)
+            store_piece(y, slice_pointer(mY, at, first), indices[p], count, self.align)
 
     @cute.jit
     def _count(self, first: Int32, valid: Boolean) -> Int32:
@@ -153,13 +154,6 @@ class RMSNormFwdShifted(ReductionBase):
         if self.spec.weight_align < copy.CHUNK:
             return copy.load_piece(pointer, index, count, self.tiling.vec, 2)
         return copy.load_shifted(pointer, index, count, self.tiling.vec)
-
-    @cute.jit
-    def _store(self, values, pointer: cute.Pointer, index: Int32, count: Int32) -> None:
-        """Round the values to the output's dtype and write them to its row."""
-        registers = cute.make_rmem_tensor(self.tiling.vec, pointer.dtype)
-        registers.store(values.to(pointer.dtype))
-        copy.store_piece(registers, pointer, index, count, self.align)
 
 
 @cute.jit
