@@ -15,7 +15,7 @@ COLD_BYTES = 240_000_000
 MAX_SETS = 256
 LONG_US = 200.0
 """From here on a call is timed without a graph: its launch is hidden anyway."""
-REPLAY_US = 500.0
+REPLAY_US = 2000.0
 """A replay takes at least about this long, so that the resolution of events does not matter."""
 MIN_LAUNCHES = 4
 WARM_ROUNDS = 2

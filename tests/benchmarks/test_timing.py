@@ -49,7 +49,8 @@ def test_interleave_gives_each_variant_its_own_time_and_turn() -> None:
 
 def test_plan_covers_the_cache_and_the_resolution() -> None:
     small = timing.plan(set_bytes=49_152, floor_us=2.2)
-    assert (small.sets, small.laps, small.method) == (256, 1, "graph-cold")
+    assert (small.sets, small.laps, small.method) == (256, small.laps, "graph-cold")
+    assert small.launches * 2.2 >= timing.REPLAY_US
     middle = timing.plan(set_bytes=16_785_408, floor_us=6.1)
     assert middle.sets * 16_785_408 >= timing.COLD_BYTES
     assert middle.launches * 6.1 >= timing.REPLAY_US

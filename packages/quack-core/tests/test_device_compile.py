@@ -133,7 +133,7 @@ def unelected(ptx):
     return found
 
 
-@of_module("vectors", "unaligned", "bulk", "tiles", "reduction", "grid")
+@of_module("vectors", "unaligned", "bulk", "tiles", "reduction", "grid", "maths")
 def test_compiles_without_spills(probe, folder):
     if ARCH.name == "sm120" and getattr(probe.spec, "path", "") == "multicast":
         pytest.skip(NO_MULTICAST)
@@ -232,6 +232,14 @@ def test_a_maximum_passes_nan_on_at_every_level(probe, folder):
     """``max.f32`` would drop a NaN between threads that ``max.NaN.f32`` has kept within one."""
     found = set(re.findall(r"\bmax\.\S*f32", compiled(probe, folder).ptx))
     assert found == ({"max.NaN.f32"} if probe.spec.reduction in ("max", "online") else set())
+
+
+@of_module("maths")
+def test_maths_are_approximations_of_the_hardware(probe, folder):
+    """None takes the slow path that the DSL chooses by default."""
+    found = re.findall(r"\b(?:rsqrt|ex2|lg2|rcp|div|sqrt)\.\S+", compiled(probe, folder).ptx)
+    names = sorted(instruction.removesuffix(".approx.ftz.f32") for instruction in found)
+    assert names == ["ex2", "ex2", "lg2", "rcp", "rsqrt"]  # both logarithms share theirs
 
 
 def test_every_probe_is_expected():

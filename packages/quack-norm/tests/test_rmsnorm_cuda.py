@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import gc
 import time
 
 import pytest
@@ -213,6 +214,7 @@ def test_kl_04_memory_returns_with_the_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         del graph, results
+        gc.collect()
         torch.cuda.empty_cache()
         assert torch.cuda.memory_allocated() == before
         time.sleep(0.05)  # CUDA says a little later that the graph is gone

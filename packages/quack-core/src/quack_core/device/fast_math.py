@@ -1,5 +1,7 @@
 """Arithmetic on single float32 values where the default is slow or imprecise."""
 
+import math
+
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -7,14 +9,16 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
+@cute.jit
 def rsqrt(x: Float32) -> Float32:
     """1 / sqrt(x) to about one ulp: the approximation (2 ulp, subnormals flushed) and one Newton step.
 
-    For 0 the result is NaN, for infinity NaN: add an epsilon first.
+    As in IEEE arithmetic, infinity gives 0, 0 gives infinity, NaN and negative numbers give NaN.
     """
     y = cute.math.rsqrt(x, fastmath=True)
     residual = Float32(1.0) - (x * y) * y
-    return y + (y * Float32(0.5)) * residual
+    refined = y + (y * Float32(0.5)) * residual
+    return refined if x > Float32(0.0) and x < Float32(math.inf) else y
 
 
 def exp2(x: Float32) -> Float32:

@@ -129,6 +129,14 @@ class GridSpec:
         return f"probe_grid_{self.path}"
 
 
+@dataclass(frozen=True)
+class MathsSpec:
+    """Functions of ``fast_math``, each applied to every element."""
+
+    functions: tuple[str, ...] = ("rsqrt", "exp2", "exp", "log2", "log", "reciprocal")
+    name: str = "probe_maths"
+
+
 UNALIGNED = ("piece", "shift")
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
@@ -154,4 +162,5 @@ PROBES = (
     Probe("reduction", ReduceSpec("max", 8000, 4, 128, cluster=4)),
     Probe("reduction", ReduceSpec("online", 8192, 4, 128, cluster=8, rounds=3)),
     *(Probe("grid", GridSpec(path)) for path in ("last", "turns", "groups")),
+    Probe("maths", MathsSpec()),
 )

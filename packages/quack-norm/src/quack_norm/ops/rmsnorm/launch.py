@@ -97,6 +97,9 @@ def forward(
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
         y, stored, rstd = _forward_cold(key, refusal, *args, out)
         return y, x if h is x else stored, rstd
+    except RuntimeError:  # a tensor without memory, such as a meta tensor, or CUDA's own trouble
+        check.forward(x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, out)
+        raise
     return y, h, rstd
 
 
@@ -155,6 +158,9 @@ def backward(
         launch(*args, dx, dh, dw, db, None, None, weight_offset, count)
     except (TypeError, ValueError) as refusal:
         return _backward_cold(key, refusal, *args, weight_offset, *options)
+    except RuntimeError:
+        check.backward(*args, *options)
+        raise
     return dx, dh, dw, db
 
 
