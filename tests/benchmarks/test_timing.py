@@ -49,14 +49,15 @@ def test_interleave_gives_each_variant_its_own_time_and_turn() -> None:
 
 def test_plan_covers_the_cache_and_the_resolution() -> None:
     small = timing.plan(set_bytes=49_152, floor_us=2.2)
-    assert (small.sets, small.laps, small.method) == (256, small.laps, "graph-cold")
+    assert (small.sets, small.laps, small.method) == (256, 4, "graph-cold")
     assert small.launches * 2.2 >= timing.REPLAY_US
     middle = timing.plan(set_bytes=16_785_408, floor_us=6.1)
     assert middle.sets * 16_785_408 >= timing.COLD_BYTES
     assert middle.launches * 6.1 >= timing.REPLAY_US
     assert middle.launches % middle.sets == 0
     large = timing.plan(set_bytes=1 << 30, floor_us=253.0)
-    assert (large.method, large.sets, large.launches) == ("events", 2, 4)
+    assert (large.method, large.sets) == ("events", 2)
+    assert large.launches >= timing.MIN_LAUNCHES and large.launches * 253.0 >= timing.REPLAY_US
 
 
 def test_allocated_outputs_are_held_for_a_lap(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -199,15 +199,31 @@ def test_reductions(cuda, probe):
         np.testing.assert_allclose(found[..., 1].cpu(), expected[..., 1].cpu(), rtol=bound)
 
 
+def fast_maths(x):
+    """Every function of ``fast_math`` on float32 values, as float64 by name."""
+    import torch
+
+    (probe,) = (p for p in PROBES if p.module == "maths")
+    out = torch.full((len(probe.spec.functions), len(x)), math.nan, device="cuda")
+    compiled(probe)(x, out)
+    return dict(zip(probe.spec.functions, out.double(), strict=True))
+
+
+def test_rsqrt_at_the_ends(cuda):
+    import torch
+
+    x = torch.tensor([0.0, math.inf, math.nan, -1.0], device="cuda")
+    found = fast_maths(x)["rsqrt"].tolist()
+    assert found[:2] == [math.inf, 0.0]
+    assert all(map(math.isnan, found[2:]))
+
+
 def test_fast_maths_is_as_exact_as_promised(cuda):
     """The bounds are those of the PTX ISA for the approximations, and of the roundings around."""
     import torch
 
-    (probe,) = (p for p in PROBES if p.module == "maths")
     x = torch.logspace(-30, 6.4, 100_001, base=2, device="cuda")  # up to where exp is still finite
     x = torch.cat([x, torch.tensor([1.0, 0.75, 1.25], device="cuda")])
-    out = torch.full((len(probe.spec.functions), len(x)), math.nan, device="cuda")
-    compiled(probe)(x, out)
     exact = x.double()
     bounds = {  # of the error: relative, absolute
         "rsqrt": (2**-22.9, 0),
@@ -217,7 +233,7 @@ def test_fast_maths_is_as_exact_as_promised(cuda):
         "log": (2**-21, 2**-21),
         "reciprocal": (2**-22, 0),
     }
-    for name, found in zip(probe.spec.functions, out.double(), strict=True):
+    for name, found in fast_maths(x).items():
         expected = getattr(exact, name)()
         relative, absolute = bounds[name]
         assert ((found - expected).abs() <= relative * expected.abs() + absolute).all(), name

@@ -1,9 +1,9 @@
 """What only a GPU can show: streams, graphs, concurrency, devices, tensors past 2^31 elements."""
 
+import gc
 import subprocess
 import sys
 import threading
-import gc
 import time
 
 import pytest

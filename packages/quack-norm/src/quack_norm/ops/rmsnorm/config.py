@@ -198,7 +198,15 @@ def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
     for config in _ranked_fwd(spec):
         if fits_fwd(config, spec, arch):
             return config
-    raise UnsupportedError(f"rmsnorm forward, n={spec.n} on {arch.name}: no configuration fits")
+    raise _unsupported("forward", spec.n, arch)
+
+
+def _unsupported(direction: str, n: int, arch: Arch) -> UnsupportedError:
+    return UnsupportedError(
+        f"rmsnorm {direction}, n={n} on {arch.name}",
+        f"a cluster of {arch.max_cluster} CTAs cannot hold such a row and its sums",
+        "use shorter rows, leave out the bias, or call it on the CPU",
+    )
 
 
 def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
@@ -251,7 +259,7 @@ def default_bwd(spec: RMSNormBwdSpec, arch: Arch) -> BwdConfig:
     for config in _ranked_bwd(spec):
         if fits_bwd(config, spec, arch):
             return config
-    raise UnsupportedError(f"rmsnorm backward, n={spec.n} on {arch.name}: no configuration fits")
+    raise _unsupported("backward", spec.n, arch)
 
 
 def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
@@ -289,6 +297,37 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
     for split in reversed(list(clusters(spec.n, 32768))):
         for threads in (512, 256):
             yield BwdConfig(threads, split=split, keep=False)
+
+
+def candidates(
+    spec: RMSNormFwdSpec | RMSNormBwdSpec, arch: Arch
+) -> list[FwdConfig] | list[BwdConfig]:
+    """Configurations worth timing against the default, which comes first; all fit ``arch``."""
+    if isinstance(spec, RMSNormFwdSpec):
+        forward = [default_fwd(spec, arch), *filter(lambda c: fits_fwd(c, spec, arch), _tries(spec))]
+        return list(dict.fromkeys(forward))
+    first, found = default_bwd(spec, arch), []
+    for stages in (1, 2, 3) if first.stages else (0,):
+        for threads in (256, 512):
+            for split in clusters(spec.n, threads * 32) if first.split > 1 else (1,):
+                rows = max(1, threads // first.threads_per_row) if first.split == 1 else 1
+                per_row = first.threads_per_row if first.split == 1 else threads
+                for ctas in (1, 2, 4):
+                    peers = 1 if split > 1 else 8
+                    found.append(BwdConfig(per_row, rows, split, peers, stages, first.keep, ctas))
+    fitting = filter(lambda c: fits_bwd(c, spec, arch), found)
+    return list(dict.fromkeys([first, *fitting]))
+
+
+def _tries(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
+    shifted = spec.vec < spec.full_vector and spec.n >= MIN_SHIFTED
+    for cluster in clusters(spec.n, SHIFTED_COLS):
+        for threads in (32, 64, 128, 256, 512, 1024):
+            rows = max(1, 128 // threads) if cluster == 1 else 1
+            yield FwdConfig(threads, rows, cluster, shifted)
+            if threads > 64 and not spec.per_head and (spec.align >= 4 or shifted):
+                for stages, ctas in ((1, 0), (2, 0), (1, 2), (2, 2)):
+                    yield FwdConfig(threads, 1, cluster, shifted, stages, ctas)
 
 
 def clusters(n: int, cols: int) -> Iterator[int]:

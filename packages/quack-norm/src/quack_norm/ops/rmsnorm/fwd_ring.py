@@ -75,7 +75,18 @@ class RMSNormFwdRing(ReductionBase):
 
     @cute.kernel
     def kernel(
-        self, mX, mW, mB, mR, mY, mH, mRstd, mState, eps: Float32, weight_offset: Float32, groups: Int32
+        self,
+        mX,
+        mW,
+        mB,
+        mR,
+        mY,
+        mH,
+        mRstd,
+        mState,
+        eps: Float32,
+        weight_offset: Float32,
+        groups: Int32,
     ):
         tiling = const_expr(self.tiling)
         tid, _, _ = cute.arch.thread_idx()
@@ -153,8 +164,7 @@ class RMSNormFwdRing(ReductionBase):
         return tid, rank * self.tiling.cols, pred
 
     def _scratch(self, smem: cutlass.memory.SmemAllocator):
-        """Shared memory that ``_sum`` needs."""
-        return None
+        """Shared memory that ``_sum`` needs: none."""
 
     def _ring(self, smem: cutlass.memory.SmemAllocator, tensor: cute.Tensor | None):
         if tensor is None:
@@ -163,9 +173,7 @@ class RMSNormFwdRing(ReductionBase):
         return smem.allocate_tensor(tensor.element_type, layout, byte_alignment=128)
 
     @cute.jit
-    def _fetch(
-        self, mX, mR, sX, sR, group: Int32, line: Int32, lines: Int32, place, stage: Int32
-    ):
+    def _fetch(self, mX, mR, sX, sR, group: Int32, line: Int32, lines: Int32, place, stage: Int32):
         """Start the copy of a row, if there is one; a group of copies is committed in any case."""
         tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
         tid, first, _ = place
@@ -212,7 +220,13 @@ class RMSNormFwdRing(ReductionBase):
 
     @cute.jit
     def _send_ticket(
-        self, ticket: Int32, tickets: cute.Tensor, mbar: cute.Pointer, tid: Int32, rank: Int32, step: Int32
+        self,
+        ticket: Int32,
+        tickets: cute.Tensor,
+        mbar: cute.Pointer,
+        tid: Int32,
+        rank: Int32,
+        step: Int32,
     ):
         """Give the row number to the CTA, or to every CTA of the cluster, with this round's sums."""
         buffer = step % BUFFERS
