@@ -16,7 +16,6 @@ from quack_core.device.reduce import (
 )
 from quack_core.reduction.tiling import WARP, RowTiling
 
-
 Exchange = tuple[cute.Tensor, cute.Tensor, cute.Pointer]
 
 

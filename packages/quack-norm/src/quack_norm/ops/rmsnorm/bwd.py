@@ -55,7 +55,19 @@ class RMSNormBwd(ReductionBase):
     ):
         cluster = const_expr(self.config.cluster)
         heads = x.shape[1] if const_expr(self.spec.per_head) else Int32(1)
-        operands = (x, weight, dout, rstd, dresidual_out, dx, dresidual, dweight, dbias, work, state)
+        operands = (
+            x,
+            weight,
+            dout,
+            rstd,
+            dresidual_out,
+            dx,
+            dresidual,
+            dweight,
+            dbias,
+            work,
+            state,
+        )
         self.kernel(*operands, weight_offset, groups).launch(
             grid=[cluster * groups, heads, 1],
             block=[self.tiling.num_threads, 1, 1],
@@ -145,7 +157,9 @@ class RMSNormBwd(ReductionBase):
         else:
             pred = self._predicate(thread, row_rank, Boolean(True))
             align = const_expr(self.spec.weight_align)
-            return copy.load_vectors(weight_pointer(mW, at, first), self.tiling, thread, align, pred)
+            return copy.load_vectors(
+                weight_pointer(mW, at, first), self.tiling, thread, align, pred
+            )
 
     def _times_weight(self, values, rW: cute.Tensor, weight_offset: Float32):
         """values * (weight + offset)"""
@@ -216,7 +230,15 @@ class RMSNormBwd(ReductionBase):
 
     @cute.jit
     def _fetch(
-        self, inputs, ring, row: Int32, rows: Int32, head: Int32, row_rank: Int32, stage: Int32, tid: Int32
+        self,
+        inputs,
+        ring,
+        row: Int32,
+        rows: Int32,
+        head: Int32,
+        row_rank: Int32,
+        stage: Int32,
+        tid: Int32,
     ):
         """Start the copies of a row, if there is one; a group is committed in any case."""
         if const_expr(self.config.stages > 0):

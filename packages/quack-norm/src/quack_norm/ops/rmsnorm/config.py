@@ -304,7 +304,10 @@ def candidates(
 ) -> list[FwdConfig] | list[BwdConfig]:
     """Configurations worth timing against the default, which comes first; all fit ``arch``."""
     if isinstance(spec, RMSNormFwdSpec):
-        forward = [default_fwd(spec, arch), *filter(lambda c: fits_fwd(c, spec, arch), _tries(spec))]
+        forward = [
+            default_fwd(spec, arch),
+            *filter(lambda c: fits_fwd(c, spec, arch), _tries(spec)),
+        ]
         return list(dict.fromkeys(forward))
     first, found = default_bwd(spec, arch), []
     for stages in (1, 2, 3) if first.stages else (0,):
