@@ -12,6 +12,7 @@ import pytest
 from quack_core import arch as arches
 from quack_core import dtypes, env
 from quack_core.arch import Arch
+from quack_core.errors import UnsupportedError
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin, ptx
 from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig, default_bwd, default_fwd
@@ -176,6 +177,10 @@ def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: Case, dump_dir: Path) -> None:
+    if ARCH.name == "sm120" and "bwd" in case.id and case.spec.n > 131072:  # documented limit
+        with pytest.raises(UnsupportedError, match="backward"):
+            default_config(case, ARCH)
+        return
     config = default_config(case, ARCH)
     compiled = compile_kernel(config.module, case.spec, config, ARCH, dump_dir=dump_dir)
     assert list(faults(case, config, ARCH, compiled)) == [], config

@@ -74,6 +74,11 @@ def test_the_table_has_one_row_per_variable():
     assert row.startswith("| `QUACK_REQUIRE_GPU` | bool | `0` | ")
 
 
+def test_the_table_says_when_the_architecture_counts():
+    row = next(line for line in env.table().splitlines() if "QUACK_ARCH`" in line)
+    assert "at the first call of a kind" in row
+
+
 def test_every_variable_is_read_somewhere_and_every_one_read_is_listed():
     if not (ROOT / "noxfile.py").exists():
         pytest.skip("needs the whole repository")

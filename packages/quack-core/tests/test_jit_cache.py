@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quack_core import arch
-from quack_core.errors import StaleSourceError
+from quack_core.errors import CompileError, StaleSourceError
 from quack_core.jit import cache, store
 from quack_core.testing.fake_cuda import fake_cuda, rejection
 
@@ -259,6 +259,25 @@ def test_edit_while_compiling_KC_06(tmp_path, monkeypatch):
         with pytest.raises(StaleSourceError, match=r"factor.*Restart the process"):
             cache.load("quack_probe_edited.scale", ScaleSpec(64), ScaleConfig(), SM90)
     assert entries(tmp_path) == entries(tmp_path, ".json") == []
+
+
+def test_edit_after_a_kernel_that_does_not_compile_KC_06(tmp_path, monkeypatch):
+    """The old text is loaded: what it compiles to must not be stored under the new one."""
+    import shutil
+
+    package = tmp_path / "source" / "quack_probe_broken"
+    shutil.copytree(PROBE / "quack_probe", package)
+    scale = (package / "scale.py").read_text()
+    (package / "scale.py").write_text("def build(spec, config):\n    raise ValueError('broken')\n")
+    monkeypatch.syspath_prepend(tmp_path / "source")
+    from quack_probe_broken.spec import ScaleConfig, ScaleSpec
+
+    args = ("quack_probe_broken.scale", ScaleSpec(64), ScaleConfig(), SM90)
+    with pytest.raises(CompileError, match="broken"):
+        cache.load(*args)
+    (package / "scale.py").write_text(scale)
+    with pytest.raises(StaleSourceError, match=r"scale.*Restart the process"):
+        cache.load(*args)
 
 
 def test_edit_makes_another_entry_KC_06(tmp_path):

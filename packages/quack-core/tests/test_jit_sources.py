@@ -111,6 +111,32 @@ def test_edit_after_the_first_key_KC_06(tree):
     assert f"{name}.up" in sources.fingerprint([f"{name}.up"])
 
 
+def test_edit_between_a_key_and_the_import_is_no_error(tree):
+    """What was imported is the new text; further edits are noticed."""
+    name, folder = tree
+    before = sources.fingerprint([f"{name}.up"])
+    (folder / "up.py").write_text("y = 33")
+    assert importlib.import_module(f"{name}.up").y == 33
+    after = sources.fingerprint([f"{name}.up"])
+    assert after[f"{name}.up"] != before[f"{name}.up"]
+    (folder / "up.py").write_text("y = 4")
+    with pytest.raises(StaleSourceError, match=rf"{name}\.up"):
+        sources.fingerprint([f"{name}.up"])
+
+
+def test_edit_between_the_import_and_the_second_key_KC_06(tree):
+    name, folder = tree
+    before = sources.fingerprint([f"{name}.up"])
+    importlib.import_module(f"{name}.up")
+    sources.imported(before)
+    (folder / "up.py").write_text("y = 3")
+    for _ in range(2):
+        with pytest.raises(StaleSourceError, match=rf"{name}\.up"):
+            sources.fingerprint([f"{name}.up"])
+    (folder / "up.py").write_text(FILES["up.py"])
+    assert sources.fingerprint([f"{name}.up"]) == before
+
+
 def test_edit_before_the_first_key_KC_06(tree):
     name, folder = tree
     importlib.import_module(f"{name}.up")

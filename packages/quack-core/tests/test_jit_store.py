@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,35 @@ def test_process_killed_during_export_KC_02():
     with store.lock(place, KEY):  # free again
         put(place)
     assert get(place) == ("kernel", CODE)
+    (leftover,) = place.glob(".*.o")
+    assert leftover.read_bytes() == b"half"
+    long_ago = time.time() - store.LOCK_SECONDS - 1
+    os.utime(leftover, (long_ago, long_ago))
+    put(place)
     assert files(place) == [".json", ".lock", ".o"]  # the dead process's file is gone
+
+
+def test_two_writers_without_locks_do_not_disturb_each_other_KC_01():
+    place = store.folder()
+
+    def export(path):
+        path.write_bytes(CODE)
+        put(place, b"of the other writer")
+        assert path.read_bytes() == CODE
+
+    assert store.write(place, KEY, "kernel", 0.1, export) is not None
+    assert get(place) == ("kernel", CODE)
+    assert files(place) == [".json", ".o"]
+
+
+def test_leftover_that_vanishes_is_no_trouble_KC_04(monkeypatch, caplog):
+    """Another writer tidies up at the same time."""
+    place = store.folder()
+    gone = place / f".{KEY.digest}-gone.o"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [gone])
+    put(place)
+    assert get(place) == ("kernel", CODE)
+    assert warned(caplog) == []
 
 
 def warned(caplog):

@@ -201,7 +201,7 @@ def test_memory_returns_with_the_graph(fake: FakeDriver) -> None:
     fake.captures = {7: 9}
     assert place(torch_workspace.counters(0, 2)) == place(third)
     assert len(fake.memory) == 3
-    assert {key[2] for key in torch_workspace._owned} == {6, 8, 9}
+    assert {key[3] for key in torch_workspace._owned} == {6, 8, 9}
 
 
 def test_a_smaller_block_is_no_substitute(fake: FakeDriver) -> None:
@@ -258,19 +258,35 @@ def test_release_gives_back_what_no_graph_holds(fake: FakeDriver) -> None:
     assert list(fake.memory) == [alive]
 
 
-def test_threads_on_one_stream_agree(fake: FakeDriver) -> None:
+def ask_from_threads() -> set[int]:
+    """Where the counters of eight threads that live at once lie."""
     barrier, found = threading.Barrier(8), []
 
     def ask() -> None:
         barrier.wait()
-        found.append(torch_workspace.counters(0, 2))
+        found.append(place(torch_workspace.counters(0, 2)))
+        barrier.wait()
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({place(state) for state in found}) == len(fake.memory) == 1
+    assert len(found) == 8
+    return set(found)
+
+
+def test_threads_on_one_stream_agree(fake: FakeDriver) -> None:
+    assert len(ask_from_threads()) == len(fake.memory) == 1
+
+
+@pytest.mark.parametrize("captures", [{}, {2: 5}], ids=["eager", "captured"])
+def test_threads_on_their_own_default_streams_share_nothing(
+    fake: FakeDriver, captures: dict[int, int]
+) -> None:
+    """One handle stands for all of these streams."""
+    fake.current, fake.captures = 2, captures
+    assert len(ask_from_threads()) == len(fake.memory) == 8
 
 
 def test_counters_do_not_remember_inference_mode(fake: FakeDriver) -> None:

@@ -59,7 +59,8 @@ VARIABLES = (
         str,
         None,
         "Architecture to choose and compile kernels for (`sm90`, `sm_90a` or `9.0`), in place of "
-        "the one of the GPU; needed on a machine without a GPU.",
+        "the one of the GPU; needed on a machine without a GPU; it counts at the first call of a "
+        "kind, whose kernel later calls keep.",
         "the GPU's",
     ),
     Variable(

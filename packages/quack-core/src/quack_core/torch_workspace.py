@@ -4,10 +4,17 @@ A kernel that draws work from a counter, or finds out which CTA arrives last, ne
 are zero when it starts. It leaves them zero, so that the next launch on the same stream, which
 cannot start earlier, finds them ready, and nothing has to clear them in between.
 
-* Outside of graph capture they belong to one stream of one device.
+* Outside of graph capture they belong to one stream of one device; the default stream of each
+  thread, which has one handle for all, counts as one per thread.
 * Inside they belong to one stream of one capture: graphs whose replays overlap share nothing, nor
   do the branches of a graph, nor does a replay with an eager launch. When the graph and what was
   instantiated from it are gone, and their last replay is done, the next capture may have them.
+
+Two cases are not told apart; whoever makes them must not let their work overlap:
+
+* A captured graph that is instantiated twice: both replay with the counters of the one capture.
+* A stream of another library that is destroyed while its work is pending: the next stream may get
+  its handle, and with it its counters.
 
 Their memory comes from the driver: torch's allocator would take it from the pool of the graph, and
 clear it by a node of the graph.
@@ -32,6 +39,8 @@ from quack_core.errors import DeviceError
 
 LINE = 32
 """Integers of 128 bytes: what different owners count in lies in different lines of the cache."""
+PER_THREAD = 2
+"""Handle that stands for the calling thread's own default stream (``CU_STREAM_PER_THREAD``)."""
 SEMAPHORE_BYTES = 64
 """More than a ``sem_t`` has on any platform."""
 
@@ -52,8 +61,8 @@ class _Block:
     gone: int
 
 
-# Device, stream, capture (0 outside), number of counters.
-_Key = tuple[int, int, int, int]
+# Device, stream, thread (0 unless the stream is its own), capture (0 outside), number of counters.
+_Key = tuple[int, int, int, int, int]
 
 _owned: dict[_Key, Tensor] = {}
 _blocks: dict[_Key, _Block] = {}
@@ -75,9 +84,10 @@ def counters(device: int, count: int) -> Tensor:
         DeviceError: no memory, or the capture in progress is no longer valid.
     """
     stream = _current_stream(device)
+    thread = threading.get_ident() if stream == PER_THREAD else 0
     if _is_capturing():
-        return _captured(device, stream, count)
-    key = (device, stream, 0, count)
+        return _captured(device, stream, thread, count)
+    key = (device, stream, thread, 0, count)
     state = _owned.get(key)
     return state if state is not None else _new(key, None)
 
@@ -111,7 +121,7 @@ def release() -> None:
                 driver.call(driver.load().cuMemFree, block.ints.data_ptr())
 
 
-def _captured(device: int, stream: int, count: int) -> Tensor:
+def _captured(device: int, stream: int, thread: int, count: int) -> Tensor:
     """The counters of a stream that records a graph."""
     cuda = driver.load()
     status, capture, graph, *_ = driver.call(cuda.cuStreamGetCaptureInfo, stream)
@@ -119,13 +129,13 @@ def _captured(device: int, stream: int, count: int) -> Tensor:
         raise DeviceError(
             "the stream records a graph, but an earlier error has ended that: capture it again"
         )
-    key = (device, stream, int(capture), count)
+    key = (device, stream, thread, int(capture), count)
     state = _owned.get(key)
     return state if state is not None else _new(key, graph)
 
 
 def _new(key: _Key, graph: Any) -> Tensor:
-    device, _, _, count = key
+    device, *_, count = key
     ints = -(-count // LINE) * LINE
     with _lock:  # two threads on one stream must agree on its counters
         state = _owned.get(key)
@@ -143,7 +153,7 @@ def _new(key: _Key, graph: Any) -> Tensor:
 def _reclaim(streams: bool) -> None:
     """Take back what belonged to graphs that are gone and, if wanted, what streams have."""
     for key, block in list(_blocks.items()):
-        of_stream = key[2] == 0
+        of_stream = key[3] == 0
         if streams if of_stream else _libc().sem_trywait(block.gone) == 0:
             del _owned[key], _blocks[key]
             _free[key[0], block.ints.numel()].append(block)

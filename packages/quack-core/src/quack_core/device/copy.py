@@ -254,11 +254,20 @@ def store_piece(
     index: Int32,
     count: Int32,
     align: cutlass.Constexpr[int],
+    whole: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Registers (vec,) to elements ``index`` and following, those with ``0 <= element < count``."""
+    """Registers (vec,) to elements ``index`` and following, those with ``0 <= element < count``.
+
+    Args:
+        whole: pieces lie inside or outside as a whole, and ``index`` is not negative.
+    """
     vec = const_expr(cute.size(registers))
     start = pointer + index
-    if index >= 0 and index + vec <= count:
+    if const_expr(whole):
+        if index < count:
+            begin = aligned(start, _access_bytes(vec, pointer, align))
+            cute.autovec_copy(registers, cute.make_tensor(begin, cute.make_layout(vec)))
+    elif index >= 0 and index + vec <= count:
         begin = aligned(start, _access_bytes(vec, pointer, align))
         cute.autovec_copy(registers, cute.make_tensor(begin, cute.make_layout(vec)))
     else:

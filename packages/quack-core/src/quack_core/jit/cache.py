@@ -104,8 +104,12 @@ def _compile(request: _Request, place: Path | None) -> Any:
 
     started = time.perf_counter()
     module, spec, config = request.module, request.spec, request.config
-    compiled = compile_kernel(module, spec, config, request.arch, options=request.options)
-    if sources.fingerprint(roots(module, spec, config)) != request.key.record["sources"]:
+    texts = request.key.record["sources"]
+    try:
+        compiled = compile_kernel(module, spec, config, request.arch, options=request.options)
+    finally:
+        sources.imported(texts)
+    if sources.fingerprint(roots(module, spec, config)) != texts:
         raise StaleSourceError(
             f"the sources of {module} changed while it was compiled. Restart the process"
         )

@@ -5,6 +5,7 @@ release, so a change of the DSL is met in this file.
 """
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ sym_int64 = cute.sym_int64
 def check_version() -> None:
     """Warn, once a process, when the installed DSL lies outside the tested range."""
     text = versions.dsl()
-    minor = tuple(int(part) for part in text.split(".")[:2])
-    if not TESTED[0] <= minor <= TESTED[1]:
+    found = re.match(r"(\d+)\.(\d+)", text)  # 4.10rc1 is of 4.10
+    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) <= TESTED[1]:
         first, last = (".".join(map(str, bound)) for bound in TESTED)
         log.get("quack.jit").warning(
             "nvidia-cutlass-dsl %s is outside the tested range %s to %s; kernels may fail to compile",

@@ -23,7 +23,7 @@ PREFIX = "quack_"
 """Top-level packages with this prefix are first-party."""
 
 _IMPORTED_NS = time.monotonic_ns()
-_seen: dict[str, str] = {}  # module: hash of its text when it was first read
+_seen: dict[str, str | None] = {}  # module: hash of its text when read; None: not loaded then
 
 
 def fingerprint(roots: Iterable[str]) -> dict[str, str]:
@@ -60,6 +60,17 @@ def fingerprint(roots: Iterable[str]) -> dict[str, str]:
         if path is not None:
             hashes[package] = _remember(package, path, path.read_bytes())
     return dict(sorted(hashes.items()))
+
+
+def imported(hashes: dict[str, str]) -> None:
+    """Say that modules which were not loaded when they were read have been imported since.
+
+    Args:
+        hashes: a fingerprint from just before; it is taken for the text that was imported.
+    """
+    for module, digest in hashes.items():
+        if module in sys.modules and _seen.get(module) is None:
+            _seen[module] = digest
 
 
 def find(module: str) -> Path | None:
@@ -134,16 +145,18 @@ def _parents(module: str) -> Iterator[str]:
 def _remember(module: str, path: Path, text: bytes) -> str:
     """Hash of the text, after checking that a loaded module was made of the same text."""
     digest = hashlib.sha256(text).hexdigest()
-    if module in sys.modules:
-        if module in _seen:
-            changed = _seen[module] != digest
-        else:
-            changed = module.startswith(PREFIX) and _edited_since_import(path)
-        if changed:
-            raise StaleSourceError(
-                f"{path} changed after this process imported {module}: compiling would mix old "
-                "and new code. Restart the process"
-            )
+    if module not in sys.modules:
+        _seen[module] = None
+        return digest
+    if module in _seen:
+        changed = _seen[module] not in (None, digest)
+    else:
+        changed = module.startswith(PREFIX) and _edited_since_import(path)
+    if changed:
+        raise StaleSourceError(
+            f"{path} changed after this process imported {module}: compiling would mix old "
+            "and new code. Restart the process"
+        )
     _seen[module] = digest
     return digest
 

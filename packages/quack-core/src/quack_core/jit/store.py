@@ -15,6 +15,7 @@ import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from quack_core import env, log
 from .keys import FORMAT, Key
 
 LOCK_SECONDS = 600.0
-"""How long to wait for another process that compiles the same kernel, before doing it too."""
+"""How long to wait for another process that compiles the same kernel, before doing it too.
+
+A temporary file older than this is of a process that was killed.
+"""
 
 _PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -88,8 +92,7 @@ def write(
     """
     record_path, object_path = _paths(place, key)
     try:
-        for leftover in place.glob(f".{key.digest}-*"):  # of a process that was killed
-            leftover.unlink(missing_ok=True)
+        _tidy(place, key)
         with _temporary(place, key, ".o") as path:
             export(path)
             checksum = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -188,6 +191,14 @@ def _own(path: Path) -> bytes:
         if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
             raise PermissionError(f"{path} can be written by others")
         return file.read()
+
+
+def _tidy(place: Path, key: Key) -> None:
+    """Remove old temporary files; where locks do not work, a young one may be another writer's."""
+    for leftover in place.glob(f".{key.digest}-*"):
+        with contextlib.suppress(FileNotFoundError):  # its writer was quicker
+            if time.time() - leftover.stat().st_mtime > LOCK_SECONDS:
+                leftover.unlink()
 
 
 @contextlib.contextmanager

@@ -74,24 +74,29 @@ def as_rows(tensor: Tensor, outer: tuple[int, ...]) -> Tensor:
 
 
 def alignment(*tensors: Tensor | None) -> int:
-    """Bytes, up to 16, that divide the addresses and outer strides of all tensors."""
+    """Bytes, up to 16, that divide the addresses and outer strides of all tensors.
+
+    Strides of dimensions of size 1 do not count: they lead nowhere.
+    """
     bits = 16
     for tensor in tensors:
         if tensor is not None:
             strides = 0
-            for stride in tensor.stride()[:-1]:
-                strides |= stride
+            for extent, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+                if extent != 1:
+                    strides |= stride
             bits |= tensor.data_ptr() | strides * tensor.element_size()
     return bits & -bits
 
 
 def in_phase(vector: int, *tensors: Tensor | None) -> bool:
     """Whether corresponding rows of all tensors begin at one offset modulo ``vector`` elements."""
-    phases = {
-        tuple(i % vector for i in (t.data_ptr() // t.element_size(), *t.stride()[:-1]))
-        for t in tensors
-        if t is not None
-    }
+    phases = set()
+    for tensor in tensors:
+        if tensor is not None:
+            outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+            strides = [0 if extent == 1 else stride % vector for extent, stride in outer]
+            phases.add((tensor.data_ptr() // tensor.element_size() % vector, *strides))
     return len(phases) <= 1
 
 

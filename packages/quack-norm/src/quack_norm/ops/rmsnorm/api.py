@@ -110,12 +110,16 @@ def rmsnorm(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     )
+    if residual_dtype is not None:
+        torch_op.dtype_name(residual_dtype)  # refused even where it is not used
     if not prenorm and (residual is None or not record):
         residual_dtype = None
     elif residual_dtype is None:
         residual_dtype = x.dtype if residual is None else residual.dtype
     if out is not None:
         check.output(out, out_dtype, x, weight, bias, residual, direct)
+        if residual is None and residual_dtype is x.dtype:
+            check.input_survives(out, x)
         out_dtype = out.dtype
     h: Tensor | None
     rstd: Tensor | None

@@ -67,7 +67,7 @@ class RMSNormBwdLong(RMSNormBwd):
             if self.spec.dresidual_out is not None:
                 dh = dh + dh_out
             for start in starts:
-                store_piece(dh, start, index, limit, self.spec.align)
+                store_piece(dh, start, index, limit, self.spec.align, True)
 
     def _start(self, tensor: cute.Tensor, at) -> cute.Pointer:
         """The thread's first element in a row."""

@@ -14,8 +14,15 @@ from quack_norm.ops import rows
 
 from .spec import MAX_N
 
-MAX_ROWS = 2**31 - 1
-"""Kernels count rows in 32 bits; offsets of elements have 64."""
+MAX_ROWS = 2**31 - 2**21
+"""Kernels count rows in 32 bits; offsets of elements have 64.
+
+The number of a row that would follow the last one is computed too, about 2**20 rows behind it at
+most: it must not wrap around.
+"""
+
+MAX_HEADS = 65535
+"""The backward with weights per head has its heads along the second dimension of the grid."""
 
 
 def forward(
@@ -83,6 +90,14 @@ def backward(
         raise ShapeError("rmsnorm: dweight is wanted, but there is no weight: pass the weight")
     if per_head and h.dim() < 2:
         raise ShapeError("rmsnorm: h has 1 dimension: per-head weights need (..., H, N)")
+    heads = h.shape[-2] if per_head else 1
+    if isinstance(heads, int) and heads > MAX_HEADS:
+        raise UnsupportedError(
+            f"rmsnorm: h.shape[-2] is {heads}",
+            f"the backward takes at most {MAX_HEADS} heads with weights of their own",
+            f"split the heads: call it for x[..., :{MAX_HEADS}, :] and weight[:{MAX_HEADS}], and "
+            "for the others",
+        )
     if weight is not None and per_head != (weight.dim() == 2):
         raise ShapeError(
             f"rmsnorm: weight has {weight.dim()} dimensions, but per_head is {per_head}: "
@@ -141,6 +156,15 @@ def output(
                 f"rmsnorm: out overlaps {name} in memory: out may be x itself, and must share "
                 "nothing else with an operand; pass other memory"
             )
+
+
+def input_survives(out: Tensor, x: Tensor) -> None:
+    """Check that ``out`` leaves x alone, which is to be returned as h as well."""
+    if not out.is_meta and out.data_ptr() == x.data_ptr() and x.numel() > 0:
+        raise LayoutError(
+            "rmsnorm: out is x, which prenorm=True returns as well: pass other memory, or a "
+            "residual_dtype other than that of x"
+        )
 
 
 def _tensors(*operands: tuple[str, Tensor | None]) -> None:
@@ -244,27 +268,35 @@ def _writable(out: Tensor, per_head: bool) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors can share an element; exact for rows that are one stride apart."""
+    """Whether two tensors can share an element; exact for slots that are one stride apart."""
     if not (a.numel() and b.numel()):
         return False
     (a0, a1), (b0, b1) = _span(a), _span(b)
     if a1 <= b0 or b1 <= a0:
         return False
-    if a.dim() != b.dim() or a.dim() < 2:
+    (a_run, a_pitch), (b_run, b_pitch) = _slots(a), _slots(b)
+    if a_pitch != b_pitch or not a_pitch:
         return True
-    pitch = a.stride(-2) * a.element_size()
-    if pitch != b.stride(-2) * b.element_size() or not pitch or not (_slots(a) and _slots(b)):
-        return True
-    apart = (b0 - a0) % pitch  # where a row of b begins in the slot of a row of a
-    a_row, b_row = a.shape[-1] * a.element_size(), b.shape[-1] * b.element_size()
-    return not (a_row <= apart and apart + b_row <= pitch)
+    apart = (b0 - a0) % a_pitch  # where a run of b begins in the slot of a run of a
+    return not (a_run <= apart and apart + b_run <= a_pitch)
 
 
-def _slots(tensor: Tensor) -> bool:
-    """Whether every row lies in a slot of its own, slots following one another by one stride."""
-    pitch = tensor.stride(-2)
-    outer = all(s % pitch == 0 for s in tensor.stride()[:-2])
-    return outer and tensor.stride(-1) == 1 and tensor.shape[-1] <= pitch
+def _slots(tensor: Tensor) -> tuple[int, int]:
+    """Bytes of a run of neighbouring elements, such as a row or all heads of a token, and of the
+    slots in which the runs lie, each in its own; 0 if there are no such slots.
+    """
+    run, steps = 1, []
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent == 1 or stride == 0:
+            continue
+        if stride == run and not steps:
+            run *= extent
+        else:
+            steps.append(stride)
+    pitch = steps[0] if steps else 0
+    if run > pitch or any(step % pitch for step in steps):
+        pitch = 0
+    return run * tensor.element_size(), pitch * tensor.element_size()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """How an RMSNorm kernel computes: frozen configurations and the rules that choose them.
 
-A rule sees N, the dtypes and the architecture, never the number of rows: the same row gives the
-same bits in every batch.
+A rule sees N, which operands there are, their dtypes and the architecture; never the number of rows
+or where they lie: the same row gives the same bits in every batch.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,14 @@ from quack_core.reduction.tiling import RowTiling
 
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
-CHUNK = 16
-"""Bytes of the widest access."""
 HELD_VALUES = 32
 """Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
+LONG_VALUES = 64
+"""Columns per thread that a backward without kept rows may sum; twice as many spill."""
 MAX_PHASES = 8
 """Offsets at which rows can begin within a vector."""
 MIN_SHIFTED = 256
 """Shorter rows without full vectors move element by element."""
-SHIFTED_COLS = 20480
-"""Columns of a shifted CTA: 40 per thread."""
 MIN_RING = 16384
 """Bytes of a row from which CTAs stay and keep the weight in registers."""
 RING_COLS = 16384
@@ -195,9 +193,12 @@ def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
     Raises:
         UnsupportedError: no configuration fits the architecture.
     """
-    for config in _ranked_fwd(spec):
-        if fits_fwd(config, spec, arch):
-            return config
+    # Address and strides must not decide on the tiling, hence on the bits.
+    best = replace(spec, align=16, weight_align=16, in_phase=True)
+    for config in _ranked_fwd(best):
+        if fits_fwd(config, best, arch):
+            # Without 4-byte alignment there is no cp.async.
+            return config if spec.align >= 4 or config.shifted else config.one_tile()
     raise _unsupported("forward", spec.n, arch)
 
 
@@ -216,6 +217,10 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
     values = config.tiling(spec).values
     if values > HELD_VALUES and not config.shifted:  # h alone is held, in float32
         return values <= config.registers - 72
+    if config.shifted:  # x and residual are held as they are, and a vector of sums
+        held = [spec.x, spec.residual]
+        words = sum(dtypes.width(name) / 32 for name in held if name)
+        return values * words <= config.registers - 44
     # Beside x a thread holds what it adds and scales with.
     held = [spec.residual, *([spec.weight, spec.bias] if config.persistent else [])]
     words = 1 + sum(dtypes.width(name) / 32 for name in held if name)
@@ -226,19 +231,24 @@ def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Configurations that could serve, best first."""
     row_bytes = spec.n * dtypes.width(spec.x) // 8
     if spec.vec < spec.full_vector and spec.n >= MIN_SHIFTED:
-        for cluster in clusters(spec.n, SHIFTED_COLS):
-            threads = _threads(spec.n // cluster, spec.full_vector, 40, low=32, high=512)
-            rows = max(1, 128 // threads) if cluster == 1 else 1
-            yield FwdConfig(threads, rows, cluster, shifted=True, ctas_per_sm=2 * (threads == 512))
+        yield from _shifted(spec)
     elif row_bytes >= MIN_RING and not spec.per_head:
-        for config in _rings(spec):
-            # Without 4-byte alignment there is no cp.async; the tiling decides on the bits.
-            yield config if spec.align >= 4 else config.one_tile()
+        yield from _rings(spec)
     for values in (8, 16, 32, 128) if spec.n <= 512 else (16, 32, 128):
         most = 512 if values <= HELD_VALUES else 256
         for cluster in clusters(spec.n, most * values):
             threads = _threads(spec.n // cluster, spec.vec, values, high=most)
             yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+
+
+def _shifted(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
+    """Pieces of memory: many per thread, since a row has a piece more than its vectors."""
+    values = 40 if spec.n <= 8192 else 72
+    for cluster in clusters(spec.n, 256 * values):
+        threads = _threads(spec.n // cluster, spec.full_vector, values, low=32, high=256)
+        rows = max(1, 128 // threads) if cluster == 1 else 1
+        yield FwdConfig(threads, rows, cluster, True, ctas_per_sm=512 // (threads * rows))
+        yield FwdConfig(threads, rows, cluster, True)
 
 
 def _rings(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
@@ -271,6 +281,8 @@ def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
         return False
     if config.ctas_per_sm * config.num_threads > arch.max_threads_per_sm:
         return False
+    if not config.keep and config.tiling(spec).values > LONG_VALUES:
+        return False
     held = [spec.weight, spec.x, spec.dout, spec.dresidual_out] if config.keep else []
     words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
     return config.tiling(spec).values * words <= config.registers - (56 if config.keep else 72)
@@ -295,7 +307,7 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
                 for ctas in (2, 1) if threads * rows <= 256 else (1,):
                     yield BwdConfig(threads, rows, split, peers, stages, True, ctas)
     for split in reversed(list(clusters(spec.n, 32768))):
-        for threads in (512, 256):
+        for threads in (256, 512):
             yield BwdConfig(threads, split=split, keep=False)
 
 
@@ -324,11 +336,12 @@ def candidates(
 
 def _tries(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     shifted = spec.vec < spec.full_vector and spec.n >= MIN_SHIFTED
-    for cluster in clusters(spec.n, SHIFTED_COLS):
+    for cluster in clusters(spec.n, 20480):
         for threads in (32, 64, 128, 256, 512, 1024):
             rows = max(1, 128 // threads) if cluster == 1 else 1
             yield FwdConfig(threads, rows, cluster, shifted)
-            if threads > 64 and not spec.per_head and (spec.align >= 4 or shifted):
+            lines = spec.in_phase and spec.rank == 2  # what the ring of shifted rows needs
+            if threads > 64 and not spec.per_head and (lines if shifted else spec.align >= 4):
                 for stages, ctas in ((1, 0), (2, 0), (1, 2), (2, 2)):
                     yield FwdConfig(threads, 1, cluster, shifted, stages, ctas)
 

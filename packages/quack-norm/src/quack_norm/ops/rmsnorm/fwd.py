@@ -128,7 +128,7 @@ class RMSNormFwd(ReductionBase):
             h = h[0] if len(h) == 1 else h[0] + h[1]
             rH[None, p].store(h)
             if mH is not None:
-                store_piece(h, slice_pointer(mH, at, first) + skip, index, end, align)
+                store_piece(h, slice_pointer(mH, at, first) + skip, index, end, align, True)
         return rH
 
     def _scale(self, rH, mW, mB, mY, place, rstd: Float32, weight_offset: Float32) -> None:
@@ -148,7 +148,7 @@ class RMSNormFwd(ReductionBase):
                 for tensor in (mW, mB)
             )
             y = scale(rH[None, p].load() * rstd, rW, rB, weight_offset, self.spec.offset)
-            store_piece(y, start, index, end, self.spec.align)
+            store_piece(y, start, index, end, self.spec.align, True)
 
 
 def num_rows(tensor: cute.Tensor) -> Int32:
@@ -199,11 +199,13 @@ def store_row(values, pointer: cute.Pointer, tiling, thread: Int32, align: int, 
     copy.store_vectors(registers, pointer, tiling, thread, align, pred)
 
 
-def store_piece(values, start: cute.Pointer, index: Int32, count: Int32, align: int) -> None:
-    """Round one vector to the output's dtype and write it from element ``index`` on."""
+def store_piece(
+    values, start: cute.Pointer, index: Int32, count: Int32, align: int, whole: bool = False
+) -> None:
+    """Round one vector to the output's dtype and write it: ``copy.store_piece``."""
     registers = cute.make_rmem_tensor(cute.size(values.shape), start.dtype)
     registers.store(values.to(start.dtype))
-    copy.store_piece(registers, start, index, count, align)
+    copy.store_piece(registers, start, index, count, align, whole)
 
 
 def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quack_core import torch_workspace
+from quack_core.errors import QuackError
 from quack_norm.ops import rows
 
 from . import check, prepare, reference
@@ -93,6 +94,8 @@ def forward(
     stored = None if h is x else h
     try:
         launch(x, weight, bias, residual, y, stored, rstd, None, eps, weight_offset, count)
+    except QuackError:  # not a launcher's refusal
+        raise
     except (TypeError, ValueError) as refusal:
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
         y, stored, rstd = _forward_cold(key, refusal, *args, out)
@@ -156,6 +159,8 @@ def backward(
         db = h.new_empty(parameter, dtype=dbias_dtype)
     try:
         launch(*args, dx, dh, dw, db, None, None, weight_offset, count)
+    except QuackError:
+        raise
     except (TypeError, ValueError) as refusal:
         return _backward_cold(key, refusal, *args, weight_offset, *options)
     except RuntimeError:
