@@ -216,6 +216,9 @@ def test_rsqrt_at_the_ends(cuda):
     found = fast_maths(x)["rsqrt"].tolist()
     assert found[:2] == [math.inf, 0.0]
     assert all(map(math.isnan, found[2:]))
+    small = torch.tensor([1e-40, 2.0**-149, 2.0**-126, 1e-31], device="cuda")
+    exact = small.double().rsqrt()
+    assert ((fast_maths(small)["rsqrt"] / exact - 1).abs() <= 2**-22.9).all()
 
 
 def test_fast_maths_is_as_exact_as_promised(cuda):

@@ -15,6 +15,7 @@ from quack_core.arch import ARCHS, SM90
 from quack_core.errors import (
     DeviceError,
     DTypeError,
+    LayoutError,
     QuackError,
     ShapeError,
     UnsupportedError,
@@ -277,3 +278,20 @@ def test_kl_05_kl_06_import_loads_nothing_and_the_cpu_works() -> None:
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     )
     assert found.stdout.splitlines() == ["[] False", "[]"]
+
+
+def test_out_must_not_destroy_the_second_result(device: str) -> None:
+    """Without residual and change of dtype h is x itself, which out= would overwrite."""
+    x = torch.randn(3, 64, device=device)
+    before = x.clone()
+    with torch.no_grad(), pytest.raises(LayoutError, match="out is x, which prenorm=True returns"):
+        rmsnorm(x, prenorm=True, out=x)
+    assert torch.equal(x, before)
+    with torch.no_grad():
+        out, h = rmsnorm(x, prenorm=True, out=x, residual_dtype=torch.bfloat16)
+    assert out is x and torch.equal(h, before.bfloat16())
+
+
+def test_residual_dtype_is_checked_where_it_has_no_effect(device: str) -> None:
+    with pytest.raises(DTypeError, match="int8"):
+        rmsnorm(torch.randn(3, 64, device=device), residual_dtype=torch.int8)
