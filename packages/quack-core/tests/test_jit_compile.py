@@ -160,7 +160,10 @@ def test_symbolic_absent_operand():
     assert symbolic(None, (4, 4)) is None
 
 
-@pytest.mark.parametrize(("version", "warnings"), [("4.8.3", 0), ("4.8rc1", 0), ("4.9.0", 1), ("4.10rc1", 1), ("5.0", 1), ("dev", 1)])
+@pytest.mark.parametrize(
+    ("version", "warnings"),
+    [("4.8.3", 0), ("4.8rc1", 0), ("4.9.0", 1), ("4.10rc1", 1), ("5.0", 1), ("dev", 1)],
+)
 def test_warns_once_outside_the_tested_range(version, warnings, monkeypatch, caplog):
     from quack_core.jit import dsl, versions
 

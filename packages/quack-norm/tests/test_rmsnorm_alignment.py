@@ -114,3 +114,25 @@ def test_alignment(start: int, pitch: int, align: int) -> None:
     buffer = torch.zeros(4 * pitch + 16, dtype=BF16)
     tensor = buffer.as_strided((4, 64), (pitch, 1), start)
     assert rows.alignment(None, buffer, tensor) == align
+
+
+def test_strides_of_single_rows_do_not_count() -> None:
+    buffer = torch.zeros(256, dtype=BF16)
+    single = buffer.as_strided((1, 3, 64), (7, 64, 1))
+    assert rows.alignment(single) == 16
+    assert rows.alignment(buffer.as_strided((2, 3, 64), (7, 64, 1))) == 2
+    assert rows.in_phase(
+        8, buffer.as_strided((1, 63), (63, 1)), buffer.as_strided((1, 63), (64, 1))
+    )
+    several = [buffer.as_strided((2, 63), (pitch, 1)) for pitch in (63, 64)]
+    assert not rows.in_phase(8, *several)
+
+
+def test_a_batch_of_one_with_any_stride_has_the_best_kernel(kernel: Kernel) -> None:
+    x = random((3 * 128,), BF16, seed=1).as_strided((1, 3, 64), (7, 128, 1))
+    dout, rstd = random((1, 3, 64), BF16, seed=2), torch.ones(1, 3)
+    for _ in range(2):
+        y, _, _ = launch.forward(x, None, None, None, 1e-6, 0.0, None, None, False)
+        assert_bitwise(y, reference.forward(x, None, None, None, 1e-6, 0.0, None, None)[0])
+        launch.backward(x, None, dout, rstd, None, 0.0, BF16, None, False, None, False)
+    assert [spec.align for spec in kernel.loaded] == [16, 16]

@@ -11,7 +11,7 @@ import torch
 from rmsnorm_oracle import BF16, F16, F32
 
 import quack_norm
-from quack_core.arch import ARCHS, SM90
+from quack_core.arch import ARCHS, SM90, SM120
 from quack_core.errors import (
     DeviceError,
     DTypeError,
@@ -260,6 +260,49 @@ def test_kn_18_long_rows_fit_every_architecture(n: int, dtype: str) -> None:
                 assert config.cluster <= arch.max_cluster
     assert default_fwd(forward, SM90).num_threads <= SM90.max_threads
     assert default_bwd(backward, SM90).num_threads <= SM90.max_threads
+
+
+@pytest.mark.parametrize(
+    ("n", "sums"), [(131072, 2), (229376, 1)], ids=["weight_and_bias", "weight"]
+)
+def test_kn_18_limits_of_the_backward_on_sm120(n: int, sums: int) -> None:
+    """Those that the documentation names."""
+    dbias = "float32" if sums == 2 else None
+    operands = {"x": "bfloat16", "dout": "bfloat16", "dx": "bfloat16", "weight": "float32"}
+    fits, too_long = (
+        RMSNormBwdSpec(size, dweight=True, dbias=dbias, **operands) for size in (n, n + 8)
+    )
+    assert default_bwd(fits, SM120).smem_bytes(fits) <= SM120.smem_bytes
+    with pytest.raises(UnsupportedError, match=f"n={n + 8} on sm120.*use shorter rows"):
+        default_bwd(too_long, SM120)
+
+
+def test_kn_17_too_many_rows() -> None:
+    most = 2**31 - 2**21
+    assert rmsnorm(torch.zeros(1, 1, device="meta").expand(most, 1)).shape == (most, 1)
+    with pytest.raises(UnsupportedError, match=f"x has {most + 1} rows.*{most}.*split the batch"):
+        rmsnorm(torch.zeros(1, 1, device="meta").expand(most + 1, 1))
+
+
+@pytest.mark.parametrize("place", ["device", "meta"])
+def test_kn_17_too_many_heads_for_the_backward(place: str, device: str) -> None:
+    """They lie along a dimension of the grid that ends there; the forward has them with its rows."""
+    place = device if place == "device" else place
+    for heads in (65535, 65536):
+        x = torch.ones(1, heads, 1, device=place, requires_grad=True)
+        y = rmsnorm(x, torch.ones(heads, 1, device=place))
+        assert y.shape == x.shape
+        if heads == 65535:
+            y.sum().backward()
+            assert x.grad is not None and x.grad.shape == x.shape
+        else:
+            with pytest.raises(
+                UnsupportedError, match=r"\[-2\] is 65536; .*at most 65535 heads.*split"
+            ):
+                y.sum().backward()
+    shared = torch.ones(1, 65536, 1, device=place, requires_grad=True)
+    rmsnorm(shared, torch.ones(1, device=place)).sum().backward()
+    assert shared.grad is not None
 
 
 IMPORT = """

@@ -148,6 +148,63 @@ def test_out_may_lie_between_the_rows_of_x(device: str) -> None:
     assert_bitwise(out, expected)
 
 
+PACKED = random((5, 9 * 64), BF16, seed=1)
+BETWEEN = {
+    "q and k": lambda p: (p[:, :192].view(5, 3, 64), p[:, 192:384].view(5, 3, 64)),
+    "k and q": lambda p: (p[:, 192:384].view(5, 3, 64), p[:, :192].view(5, 3, 64)),
+    "heads first": lambda p: tuple(p.view(5, 3, 3, 64)[:, i].transpose(0, 1) for i in (0, 1)),
+    "heads interleaved": lambda p: tuple(p.view(5, 3, 3, 64)[:, :, i] for i in (0, 2)),
+    "a batch of one": lambda p: tuple(p.view(5, 1, 9, 64)[:, :, i : i + 3] for i in (0, 3)),
+}
+ACROSS = {
+    "one head later": lambda p: (p[:, :192].view(5, 3, 64), p[:, 64:256].view(5, 3, 64)),
+    "one head of the next token": lambda p: (
+        p[:4, 384:].view(4, 3, 64),
+        p.view(-1)[448:][: 4 * 576].view(4, 576)[:, :192].view(4, 3, 64),
+    ),
+    "one element later": lambda p: (p[:, :63], p[:, 62:125]),
+    "another pitch": lambda p: (
+        p[:4, :192].view(4, 3, 64),
+        p.view(10, 288)[:4, :192].view(4, 3, 64),
+    ),
+    "heads apart and together": lambda p: (
+        p[:, :384].view(5, 3, 128)[..., :64],
+        p[:, 192:384].view(5, 3, 64),
+    ),
+    "windows": lambda p: (p.as_strided((4, 3, 64), (576, 32, 1)), p[:4, 64:256].view(4, 3, 64)),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_out_may_lie_between_the_heads_of_x(name: str, device: str) -> None:
+    packed = PACKED.to(device, copy=True)
+    x, out = BETWEEN[name](packed)
+    expected, before = rmsnorm(x.contiguous()), x.clone()
+    assert rmsnorm(x, out=out) is out
+    assert_bitwise(out.contiguous(), expected)
+    assert_bitwise(x, before)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("name", ACROSS)
+def test_out_may_not_cross_the_heads_of_x(name: str, swap: bool, device: str) -> None:
+    packed = PACKED.to(device, copy=True)
+    x, out = ACROSS[name](packed)
+    assert set(addresses(x)) & set(addresses(out))
+    if swap:
+        x, out = out, x
+    with pytest.raises(LayoutError, match="out overlaps x"):
+        rmsnorm(x, out=out)
+
+
+def addresses(tensor: torch.Tensor) -> list[int]:
+    """Of all elements."""
+    starts = torch.tensor(tensor.data_ptr())
+    for extent, step in zip(tensor.shape, tensor.stride(), strict=True):
+        starts = starts[..., None] + torch.arange(extent) * step * tensor.element_size()
+    return starts.flatten().tolist()
+
+
 def test_out_may_not_be_the_weight(device: str) -> None:
     w = torch.zeros(1, 64, device=device)
     with pytest.raises(LayoutError, match="out overlaps weight"):

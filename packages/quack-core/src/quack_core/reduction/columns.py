@@ -30,7 +30,8 @@ class ColumnSums:
     cluster writes one row of partial sums, and the CTA that arrives last for a slice of columns adds
     the rows in index order. Who is last varies, the order of the additions does not.
 
-    Shared memory: ``shared_bytes``, which may be memory that the kernel used before.
+    Shared memory: float32 of ``shape`` if ``needs_shared``; it may be memory that the kernel used
+    before.
     Traffic: clusters * columns * 4 bytes written and read, mostly in L2.
     """
 

@@ -6,6 +6,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from quack_core import dtypes
 from quack_core.device import copy
 from quack_core.device.reduce import thread_sum
 from quack_core.jit.compile import symbolic
@@ -19,7 +20,6 @@ from .spec import RMSNormBwdSpec
 
 class RMSNormBwd(ReductionBase):
     """CTAs walk over tiles of rows, each over its own: a repeatable dweight forbids drawing them.
-
 
     Threads: ``threads_per_row`` per row and CTA; each fetches, and reads back, only its own vectors.
     Shared memory: ``stages`` tiles of x, dout and dresidual_out; after the last row the same memory
@@ -221,7 +221,8 @@ class RMSNormBwd(ReductionBase):
         """Where a row of an input lies in shared memory."""
         spec, tiling = self.spec, self.tiling
         names = (spec.x, spec.dout, spec.dresidual_out)
-        sizes = [tiling.cols * tiling.rows_per_cta * _size(name) for name in names if name]
+        widths = [dtypes.width(name) for name in names if name]
+        sizes = [tiling.cols * tiling.rows_per_cta * width // 8 for width in widths]
         start = sum(sizes[:index]) * self.config.stages
         shape = (tiling.cols, tiling.rows_per_cta, self.config.stages)
         base = cute.recast_ptr(copy.aligned(ring.iterator + start, 128), dtype=tensor.element_type)
@@ -339,10 +340,6 @@ class RMSNormBwd(ReductionBase):
 
     def _of_head(self, tensor: cute.Tensor, head: Int32) -> cute.Tensor:
         return tensor[head, None] if self.spec.per_head else tensor
-
-
-def _size(name: str) -> int:
-    return {"float32": 4, "bfloat16": 2, "float16": 2}[name]
 
 
 def arguments(spec: RMSNormBwdSpec) -> tuple:

@@ -285,7 +285,8 @@ def _slots(tensor: Tensor) -> tuple[int, int]:
     """Bytes of a run of neighbouring elements, such as a row or all heads of a token, and of the
     slots in which the runs lie, each in its own; 0 if there are no such slots.
     """
-    run, steps = 1, []
+    run = 1
+    steps: list[int] = []
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1 or stride == 0:
             continue
