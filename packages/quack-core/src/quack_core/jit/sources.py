@@ -23,7 +23,7 @@ PREFIX = "quack_"
 """Top-level packages with this prefix are first-party."""
 
 _IMPORTED_NS = time.monotonic_ns()
-_seen: dict[str, str | None] = {}  # module: hash of its text when read; None: not loaded then
+_seen: dict[str, tuple[str, bool]] = {}  # module: hash of its text when read; was it loaded then?
 
 
 def fingerprint(roots: Iterable[str]) -> dict[str, str]:
@@ -69,8 +69,8 @@ def imported(hashes: dict[str, str]) -> None:
         hashes: a fingerprint from just before; it is taken for the text that was imported.
     """
     for module, digest in hashes.items():
-        if module in sys.modules and _seen.get(module) is None:
-            _seen[module] = digest
+        if module in sys.modules and not _seen.get(module, ("", False))[1]:
+            _seen[module] = digest, True
 
 
 def find(module: str) -> Path | None:
@@ -145,24 +145,23 @@ def _parents(module: str) -> Iterator[str]:
 def _remember(module: str, path: Path, text: bytes) -> str:
     """Hash of the text, after checking that a loaded module was made of the same text."""
     digest = hashlib.sha256(text).hexdigest()
-    if module not in sys.modules:
-        _seen[module] = None
-        return digest
-    if module in _seen:
-        changed = _seen[module] not in (None, digest)
-    else:
-        changed = module.startswith(PREFIX) and _edited_since_import(path)
-    if changed:
+    loaded = module in sys.modules
+    before, was_loaded = _seen.get(module, ("", False))
+    if (
+        loaded
+        and digest != before
+        and (was_loaded or (module.startswith(PREFIX) and _edited_since_import(path)))
+    ):
         raise StaleSourceError(
             f"{path} changed after this process imported {module}: compiling would mix old "
             "and new code. Restart the process"
         )
-    _seen[module] = digest
+    _seen[module] = digest, loaded
     return digest
 
 
 def _edited_since_import(path: Path) -> bool:
-    """Whether a file of ours, unseen so far, was written after this module was imported.
+    """Whether a file of ours, unseen since it was imported, was written after this module was.
 
     Ours are imported before or soon after this module. The time is counted back on the monotonic
     clock, so that setting the clock does no harm.
