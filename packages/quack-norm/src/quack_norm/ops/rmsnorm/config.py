@@ -206,7 +206,7 @@ def _unsupported(direction: str, n: int, arch: Arch) -> UnsupportedError:
     return UnsupportedError(
         f"rmsnorm {direction}, n={n} on {arch.name}",
         f"a cluster of {arch.max_cluster} CTAs cannot hold such a row and its sums",
-        "use shorter rows, leave out the bias, or call it on the CPU",
+        "use shorter rows, or call it on the CPU",
     )
 
 
@@ -306,9 +306,8 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
             for stages in ring:
                 for ctas in (2, 1) if threads * rows <= 256 else (1,):
                     yield BwdConfig(threads, rows, split, peers, stages, True, ctas)
-    for split in reversed(list(clusters(spec.n, 32768))):
-        for threads in (256, 512):
-            yield BwdConfig(threads, split=split, keep=False)
+    for split in reversed(list(clusters(spec.n, 256 * LONG_VALUES))):
+        yield BwdConfig(256, split=split, keep=False)
 
 
 def candidates(
