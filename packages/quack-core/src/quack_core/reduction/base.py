@@ -1,5 +1,7 @@
 """Base class of kernels that reduce rows: coordinates, shared memory, and the sum over all levels."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
@@ -16,7 +18,19 @@ from quack_core.device.reduce import (
 )
 from quack_core.reduction.tiling import WARP, RowTiling
 
-Exchange = tuple[cute.Tensor, cute.Tensor, cute.Pointer]
+
+class Exchange(NamedTuple):
+    """Where partial results meet.
+
+    Args:
+        warps: of the warps of a CTA: float32 (width, warps, rows, buffers).
+        ctas: of the CTAs of a cluster: float32 (width, cluster, 1, buffers).
+        mbar: mbarriers, one per buffer, on which the latter complete.
+    """
+
+    warps: cute.Tensor
+    ctas: cute.Tensor
+    mbar: cute.Pointer
 
 
 class ReductionBase:
@@ -41,10 +55,7 @@ class ReductionBase:
         return tid // self.tiling.threads_per_row
 
     def allocate(self, smem: cutlass.memory.SmemAllocator) -> Exchange:
-        """Room for partial results: per warp, per CTA of the cluster, and the cluster's mbarriers.
-
-        (width, warps, rows, buffers), (width, cluster, 1, buffers) and (buffers,).
-        """
+        """Room for partial results, and the cluster's mbarriers."""
         tiling = self.tiling
         shapes = (
             (self.reduction.width, tiling.warps_per_row, tiling.rows_per_cta, self.buffers),
@@ -54,7 +65,7 @@ class ReductionBase:
             smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
             for shape in shapes
         )
-        return (*tensors, smem.allocate_array(Int64, self.buffers))
+        return Exchange(*tensors, smem.allocate_array(Int64, self.buffers))
 
     @cute.jit
     def start_cluster(self, exchange: Exchange, tid: Int32):
@@ -62,7 +73,7 @@ class ReductionBase:
         if const_expr(self.tiling.cluster > 1):
             if tid == 0:
                 for b in cutlass.range_constexpr(self.buffers):
-                    cute.arch.mbarrier_init(exchange[2] + b, 1)
+                    cute.arch.mbarrier_init(exchange.mbar + b, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.cluster_arrive_relaxed()
 
@@ -92,16 +103,16 @@ class ReductionBase:
         phase of its mbarrier.
         """
         tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
-        warps, ctas, mbar = exchange
+        mbar = exchange.mbar
         total = warp_reduce(value, self.reduction, min(WARP, tiling.threads_per_row))
         if const_expr(tiling.threads_per_row > WARP or tiling.cluster > 1):
-            here, row = warps[None, None, None, buffer], self.row_in_cta(tid)
+            here, row = exchange.warps[None, None, None, buffer], self.row_in_cta(tid)
             cta_post(total, here, self.thread_in_row(tid) // WARP, row)
             cute.arch.sync_threads()
             if const_expr(tiling.cluster == 1):
                 total = collect(here, self.reduction, row)
             else:
-                there = ctas[None, None, None, buffer]
+                there = exchange.ctas[None, None, None, buffer]
                 if tid < WARP:
                     of_cta = collect(here, self.reduction, row)
                     cluster_post(of_cta, there, mbar + buffer, tiling.cluster, tid, extra_bytes)

@@ -120,7 +120,7 @@ class RMSNormFwdRing(ReductionBase):
             rX, rR = self._read(sX, stage, place), self._read(sR, stage, place)  # (vec, passes)
             partial = self._sum(rX, rR, scratch, place)
             self._fetch(mX, mR, sX, sR, group, queue[stages - 1], lines, place, stage)
-            self._send_ticket(ticket, tickets, exchange[2], tid, rank, step)
+            self._send_ticket(ticket, tickets, exchange.mbar, tid, rank, step)
             extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
             (square_sum,) = self.reduce((partial,), exchange, tid, step, extra)
             rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
