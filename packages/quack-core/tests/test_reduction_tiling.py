@@ -32,7 +32,10 @@ def by_definition(t):
     for rank in range(t.cluster):
         for thread in range(t.threads_per_row):
             for p in range(t.passes):
-                first = rank * t.cols + (p * t.threads_per_row + thread) * t.vec
+                warp, lane = divmod(thread, 32)
+                lanes = min(32, t.threads_per_row)
+                first = rank * t.cols + ((warp * t.passes + p) * lanes + lane) * t.vec
+                assert first == rank * t.cols + t.start(thread) + p * t.step
                 for v in range(t.vec):
                     if first + v < t.n:
                         assert first + v not in owners
@@ -69,7 +72,7 @@ def test_neighbouring_threads_own_neighbouring_vectors(tiling):
     for column in range(tiling.vec, tiling.n, tiling.vec):
         rank, thread, value = tiling.owner(column)
         before = tiling.owner(column - tiling.vec)
-        if thread > 0:
+        if thread % WARP > 0:
             assert before == (rank, thread - 1, value)
 
 
@@ -95,10 +98,10 @@ def test_owner_does_not_depend_on_the_rows_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("n", "owner"), [(0, (0, 0, 0)), (8, (0, 1, 0)), (1025, (0, 0, 9)), (4096, (1, 0, 0))]
+    ("n", "owner"), [(0, (0, 0, 0)), (8, (0, 1, 0)), (257, (0, 0, 9)), (1025, (0, 32, 1)), (4096, (1, 0, 0))]
 )
 def test_owner_of_known_elements(n, owner):
-    """vec 8, 128 threads: 1024 columns per pass, 4096 per CTA."""
+    """vec 8, 128 threads: 256 columns per warp and pass, 1024 per warp, 4096 per CTA."""
     assert RowTiling(8192, 8, 128, 1, cluster=2).owner(n) == owner
 
 

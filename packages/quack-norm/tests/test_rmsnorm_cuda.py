@@ -206,6 +206,7 @@ def test_kl_04_memory_returns_with_the_graph() -> None:
     data = problem(16384)
     step(*data)
     torch.cuda.synchronize()
+    gc.collect()  # what earlier tests left behind
     torch.cuda.empty_cache()
     before, free = torch.cuda.memory_allocated(), None
     for _ in range(20):

@@ -3,7 +3,8 @@
 * Rows of whole vectors (``RowTiling``): ``load_vectors``, ``store_vectors`` and, through shared
   memory, ``fetch_vectors``, in accesses as wide as the alignment allows.
 * Rows that are no whole number of vectors and begin anywhere: ``load_piece``,
-  ``load_shifted`` and ``store_piece`` work on 16-byte pieces of memory that cover the row.
+  ``load_shifted`` and ``store_piece`` work on 16-byte pieces of memory that cover the row. Where
+  the vectors of a row move to or from such pieces, ``read_shifted`` and ``store_shifted`` do it.
 """
 
 import itertools
@@ -13,10 +14,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
-from quack_core.reduction.tiling import RowTiling
+from quack_core.reduction.tiling import WARP, RowTiling
 
 CHUNK = 16
 """Bytes of the widest access."""
+WORDS = CHUNK // 4
+"""32-bit words of the widest access."""
 
 
 def access_elements(vec: int, width: int, align: int) -> int:
@@ -36,7 +39,7 @@ def vector_view(pointer: cute.Pointer, tiling: RowTiling, thread: Int32, align: 
     """The vectors of one thread in a slice: ((access, 1), accesses per vector, passes)."""
     width = pointer.dtype.width
     access = access_elements(tiling.vec, width, align)
-    start = aligned(pointer + thread * tiling.vec, access * width // 8)
+    start = aligned(pointer + tiling.start(thread), access * width // 8)
     shape = ((access, 1), tiling.vec // access, tiling.passes)
     stride = ((1, 0), access, tiling.step)
     return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
@@ -62,7 +65,7 @@ def column_predicate(
     """
     layout = cute.make_layout((1, 1, tiling.passes))
     pred = cute.make_rmem_tensor(layout, Boolean)
-    first = rank * tiling.cols + thread * tiling.vec
+    first = rank * tiling.cols + tiling.start(thread)
     for p in cutlass.range_constexpr(tiling.passes):
         pred[0, 0, p] = inside & (first + p * tiling.step < tiling.n)
     return pred
@@ -240,11 +243,74 @@ def load_shifted(
     halves = (cute.recast_tensor(low, Uint32), cute.recast_tensor(high, Uint32))
     words = [half[i] for half in halves for i in range(num_words)]
     found = _shift(words, back * (pointer.dtype.width // 8), 4 * num_words)
-    registers = cute.make_rmem_tensor(vec, pointer.dtype)
-    target = cute.recast_tensor(registers, Uint32)
-    for i in cutlass.range_constexpr(num_words):
-        target[i] = found[i]
-    return registers
+    return _from_words(found, pointer.dtype)
+
+
+def read_shifted(pointer: cute.Pointer, num_bytes: Int32, vec: int) -> cute.Tensor:
+    """The ``vec`` elements that begin ``num_bytes`` behind an aligned address: registers (vec,).
+
+    Whole 16-byte accesses that cover the elements, one more than they fill, and a shift in
+    registers.
+
+    Args:
+        pointer: into shared memory, a multiple of 16 bytes.
+        num_bytes: below 16, and whole elements.
+        vec: elements that fill 16 bytes, or a multiple of that.
+    """
+    num_words = vec * pointer.dtype.width // 32
+    source = cute.make_tensor(
+        aligned(cute.recast_ptr(pointer, dtype=Uint32), CHUNK),
+        cute.make_layout((WORDS, num_words // WORDS + 1)),
+    )
+    words = cute.make_rmem_tensor(source.shape, Uint32)
+    cute.autovec_copy(source, words)
+    listed = [words[i] for i in range(num_words + WORDS)]
+    return _from_words(_shift(listed, num_bytes, CHUNK)[:num_words], pointer.dtype)
+
+
+@cute.jit
+def store_shifted(
+    registers: cute.Tensor, pointer: cute.Pointer, index: Int32, count: Int32
+) -> None:
+    """The consecutive vectors of a warp to a row that begins anywhere, in 16-byte accesses.
+
+    A lane hands the end of its vector to the next one. What the warp shares with its neighbours at
+    both ends, lane 0 writes element by element.
+
+    Threads: all lanes of a warp; in pass p lane l holds the elements from
+    ``index + (32 * p + l) * vec`` on.
+
+    Args:
+        registers: (vec, passes), vectors of 16 bytes or a multiple.
+        pointer: to element 0 of the row.
+        index: of the warp's first element, the same in all lanes.
+        count: elements of the row; nothing is written beyond.
+    """
+    vec, passes = registers.shape
+    dtype, lane = registers.element_type, cute.arch.lane_idx()
+    num_words = const_expr(vec * dtype.width // 32)
+    offset = vector_offset(pointer, CHUNK * 8 // dtype.width)
+    distance = CHUNK - offset * (dtype.width // 8)
+    start, left = pointer + index, count - index  # the warp's own elements
+    end = const_expr(WARP * vec * passes)
+    if left > end:
+        left = Int32(end)
+    words = cute.recast_tensor(registers, Uint32)  # (words, passes)
+    for p in cutlass.range_constexpr(passes + 1):  # the last is the end of the warp's elements
+        own = [words[i, p] if p < passes else Uint32(0) for i in range(num_words)]
+        ends = [words[num_words - WORDS + i, min(p, passes - 1)] for i in range(WORDS)]
+        if const_expr(0 < p < passes):
+            earlier = [words[num_words - WORDS + i, p - 1] for i in range(WORDS)]
+            pairs = zip(earlier, ends, strict=True)
+            ends = [_select(lane == WARP - 1, before, word) for before, word in pairs]
+        before = [cute.arch.shuffle_sync(word, (lane + WARP - 1) % WARP) for word in ends]
+        padding = [Uint32(0)] * WORDS  # never reached: the distance is at most 16 bytes
+        piece = _from_words(_shift(before + own + padding, distance, 2 * CHUNK)[:num_words], dtype)
+        place = (p * WARP + lane) * vec - offset
+        if const_expr(p < passes):
+            store_piece(piece, start, place, left, CHUNK)
+        elif lane == 0:
+            store_piece(piece, start, place, left, CHUNK)
 
 
 @cute.jit
@@ -297,6 +363,15 @@ def _shift(words: list[Uint32], num_bytes: Int32, limit: int) -> list[Uint32]:
     selector = _select((num_bytes & 2) != 0, Uint32(0x5432), Uint32(0x3210))
     pairs = itertools.pairwise(words)
     return [Uint32(cute.arch.prmt(word, after, selector)) for word, after in pairs]
+
+
+def _from_words(words: list[Uint32], dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """32-bit words as registers of a dtype."""
+    registers = cute.make_rmem_tensor(len(words) * 32 // dtype.width, dtype)
+    target = cute.recast_tensor(registers, Uint32)
+    for i, word in enumerate(words):
+        target[i] = word
+    return registers
 
 
 @cute.jit

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64, const_expr
 
+from quack_core.device.barrier import NamedBarrier, sync_group
 from quack_core.device.reduce import (
     SUM,
     Partial,
@@ -43,10 +44,18 @@ class ReductionBase:
         tiling: how a row is spread over threads.
         reduction: the operation; its width is the number of float32 values reduced together.
         buffers: 1 if a kernel reduces once; 2 if it loops (rounds use them in turn).
+        barrier: of the threads that reduce, where a CTA has more; None: the whole CTA reduces.
     """
 
-    def __init__(self, tiling: RowTiling, reduction: Reduction = SUM, buffers: int = 1):
+    def __init__(
+        self,
+        tiling: RowTiling,
+        reduction: Reduction = SUM,
+        buffers: int = 1,
+        barrier: NamedBarrier | None = None,
+    ):
         self.tiling, self.reduction, self.buffers = tiling, reduction, buffers
+        self.barrier = barrier
 
     def thread_in_row(self, tid: Int32) -> Int32:
         return tid % self.tiling.threads_per_row
@@ -108,7 +117,7 @@ class ReductionBase:
         if const_expr(tiling.threads_per_row > WARP or tiling.cluster > 1):
             here, row = exchange.warps[None, None, None, buffer], self.row_in_cta(tid)
             cta_post(total, here, self.thread_in_row(tid) // WARP, row)
-            cute.arch.sync_threads()
+            self._sync()
             if const_expr(tiling.cluster == 1):
                 total = collect(here, self.reduction, row)
             else:
@@ -119,3 +128,10 @@ class ReductionBase:
                 cute.arch.mbarrier_wait(mbar + buffer, (round_idx // self.buffers) % 2)
                 total = collect(there, self.reduction, Int32(0))
         return total
+
+    def _sync(self) -> None:
+        """The barrier of the threads that reduce."""
+        if self.barrier is None:
+            cute.arch.sync_threads()
+        else:
+            sync_group(self.barrier, self.tiling.num_threads)

@@ -1,6 +1,7 @@
 """How rows are spread over the threads of CTAs and clusters. Plain integers: no DSL, no GPU."""
 
 from dataclasses import dataclass
+from typing import Any
 
 WARP = 32
 
@@ -9,10 +10,11 @@ WARP = 32
 class RowTiling:
     """A row of ``n`` elements belongs to ``threads_per_row`` threads in each of ``cluster`` CTAs.
 
-    CTA ``r`` of the cluster owns the columns ``[r * cols, (r + 1) * cols)``. In them, thread ``t``
-    owns in pass ``p`` the ``vec`` elements from ``(p * threads_per_row + t) * vec`` on. The owner of
-    an element, and with it the order of every sum, follows from these numbers alone: neither the
-    number of rows nor an address changes it.
+    CTA ``r`` of the cluster owns the columns ``[r * cols, (r + 1) * cols)``, and each warp (or the
+    threads of a row, if these are fewer) owns consecutive ones among them: in pass ``p`` thread
+    ``t`` has the ``vec`` elements from ``start(t) + p * step`` on. The owner of an element, and with
+    it the order of every sum, follows from these numbers alone: neither the number of rows nor an
+    address changes it.
 
     Args:
         n: elements of a row.
@@ -50,14 +52,25 @@ class RowTiling:
         return -(-self.n // (self.vec * self.threads_per_row * self.cluster))
 
     @property
+    def lanes(self) -> int:
+        """Threads of a warp that share a row."""
+        return min(WARP, self.threads_per_row)
+
+    @property
     def step(self) -> int:
         """Elements between two vectors of a thread."""
-        return self.vec * self.threads_per_row
+        return self.vec * self.lanes
+
+    def start(self, thread: Any) -> Any:
+        """First element of a thread of the row in its CTA's columns; for int and Int32."""
+        if self.passes == 1:
+            return thread * self.vec
+        return (thread // self.lanes * (self.passes * self.lanes) + thread % self.lanes) * self.vec
 
     @property
     def cols(self) -> int:
         """Columns of a CTA, padded to whole passes."""
-        return self.step * self.passes
+        return self.values * self.threads_per_row
 
     @property
     def ragged(self) -> bool:
@@ -77,9 +90,10 @@ class RowTiling:
     def owner(self, column: int) -> tuple[int, int, int]:
         """(CTA in the cluster, thread of the row, value of the thread) of an element."""
         rank, column = divmod(column, self.cols)
+        warp, column = divmod(column, self.step * self.passes)
         step, element = divmod(column, self.step)
-        thread, value = divmod(element, self.vec)
-        return rank, thread, step * self.vec + value
+        lane, value = divmod(element, self.vec)
+        return rank, warp * self.lanes + lane, step * self.vec + value
 
     def shared_bytes(self, width: int = 1, buffers: int = 1) -> int:
         """Bytes that a reduction of ``width`` float32 values needs, barriers included."""

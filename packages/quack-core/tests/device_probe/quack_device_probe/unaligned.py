@@ -42,7 +42,7 @@ class Unaligned:
         piece = const_expr(self.spec.path == "piece")
         offset = copy.vector_offset(pX if piece else pY, vec)
         for p in cutlass.range_constexpr(tiling.passes):
-            place = thread * vec + p * tiling.step
+            place = tiling.start(thread) + p * tiling.step
             index = place - offset
             if const_expr(piece):
                 values = copy.load_piece(pX, index, count, vec, copy.CHUNK)

@@ -111,7 +111,7 @@ def rmsnorm(
         or (residual is not None and residual.requires_grad)
     )
     if residual_dtype is not None:
-        torch_op.dtype_name(residual_dtype)  # refused even where it is not used
+        check.dtype("residual_dtype", residual_dtype)  # refused even where it is not used
     if not prenorm and (residual is None or not record):
         residual_dtype = None
     elif residual_dtype is None:

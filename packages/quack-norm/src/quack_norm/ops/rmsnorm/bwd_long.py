@@ -28,7 +28,7 @@ class RMSNormBwdLong(RMSNormBwd):
         """
         inputs, _, row, rows, _, _, _, _ = at
         mW, where, first, thread, _ = weight
-        vec, skip = self.tiling.vec, thread * self.tiling.vec
+        vec, skip = self.tiling.vec, self.tiling.start(thread)
         count = self.spec.n - first - skip
         limit = _limit(count, row < rows)
         rows_at = [self._start(tensor, at) for tensor in inputs]
@@ -73,7 +73,7 @@ class RMSNormBwdLong(RMSNormBwd):
         """The thread's first element in a row."""
         _, _, row, rows, head, row_rank, _, tid = at
         pointer = self._pointer(tensor, row, row < rows, head, row_rank)
-        return pointer + self.thread_in_row(tid) * self.tiling.vec
+        return pointer + self.tiling.start(self.thread_in_row(tid))
 
 
 @cute.jit

@@ -47,9 +47,9 @@ def forward(
     _parameters(x, weight, bias)
     _same_shape("residual", residual, x)
     _same_shape("out", out, x)
-    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None:
-            _dtype(name, dtype)
+    for name, given in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+        if given is not None:
+            dtype(name, given)
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
         if not isinstance(value, numbers.Real):
             raise DTypeError(
@@ -83,9 +83,9 @@ def backward(
             f"{tuple(h.shape[:-1])} that the forward returned"
         )
     wanted = (("dx", dx_dtype), ("dresidual", dresidual_dtype), ("dbias", dbias_dtype))
-    for name, dtype in wanted:
-        if dtype is not None:
-            _dtype(f"dtype of {name}", dtype)
+    for name, given in wanted:
+        if given is not None:
+            dtype(f"dtype of {name}", given)
     if dweight and weight is None:
         raise ShapeError("rmsnorm: dweight is wanted, but there is no weight: pass the weight")
     if per_head and h.dim() < 2:
@@ -176,7 +176,7 @@ def _tensors(*operands: tuple[str, Tensor | None]) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise DTypeError(f"rmsnorm: {name} is {type(tensor).__name__}: it must be a tensor")
-        _dtype(name, tensor.dtype)
+        dtype(name, tensor.dtype)
     for name, tensor in others:
         if tensor is not None and x is not None and tensor.device != x.device:
             raise DeviceError(
@@ -241,12 +241,13 @@ def _same_shape(name: str, tensor: Tensor | None, x: Tensor) -> None:
     )
 
 
-def _dtype(name: str, dtype: torch.dtype) -> None:
+def dtype(name: str, given: torch.dtype) -> None:
+    """Check that kernels take a dtype; raises DTypeError, which names the operand."""
     try:
-        torch_op.dtype_name(dtype)
+        torch_op.dtype_name(given)
     except DTypeError:
         raise DTypeError(
-            f"rmsnorm: {name} is {_name(dtype)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
+            f"rmsnorm: {name} is {_name(given)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
             "convert with .to()"
         ) from None
 

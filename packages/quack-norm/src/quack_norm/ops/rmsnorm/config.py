@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from quack_core import dtypes
 from quack_core.arch import Arch
 from quack_core.errors import UnsupportedError
-from quack_core.reduction.tiling import RowTiling
+from quack_core.reduction.tiling import WARP, RowTiling
 
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
@@ -18,12 +18,12 @@ HELD_VALUES = 32
 """Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
 LONG_VALUES = 64
 """Columns per thread that a backward without kept rows may sum; twice as many spill."""
-MAX_PHASES = 8
-"""Offsets at which rows can begin within a vector."""
 MIN_SHIFTED = 256
 """Shorter rows without full vectors move element by element."""
 MIN_RING = 16384
 """Bytes of a row from which CTAs stay and keep the weight in registers."""
+MIN_ODD_RING = 4096
+"""The same for rows that are no whole number of vectors."""
 RING_COLS = 16384
 """Columns of a CTA of the ring: 32 per thread."""
 
@@ -36,9 +36,9 @@ class FwdConfig:
         threads_per_row: threads of a CTA that share a row.
         rows_per_cta: rows side by side in a CTA.
         cluster: CTAs that share a row.
-        shifted: threads own 16-byte pieces of memory instead of vectors of the row.
+        shifted: threads own 16-byte pieces of memory instead of vectors of the row; of one tile.
         stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
-            this many rows in flight.
+            this many rows in flight, which one more warp fetches.
         ctas_per_sm: CTAs that should stay on an SM together; 0: as many as fit.
     """
 
@@ -52,12 +52,13 @@ class FwdConfig:
     @property
     def module(self) -> str:
         """The kernel's module."""
-        kernel = "fwd" + "_shifted" * self.shifted + "_ring" * (self.stages > 0)
+        kernel = "fwd_ring" if self.persistent else "fwd_shifted" if self.shifted else "fwd"
         return f"{__package__}.{kernel}"
 
     @property
     def num_threads(self) -> int:
-        return self.threads_per_row * self.rows_per_cta
+        """Threads of a CTA, with the warp that fetches."""
+        return self.threads_per_row * self.rows_per_cta + WARP * self.persistent
 
     @property
     def persistent(self) -> bool:
@@ -65,13 +66,21 @@ class FwdConfig:
 
     @property
     def state_ints(self) -> int:
-        """Counters of the kernel: clusters that left, rows drawn (for each phase)."""
-        return 0 if not self.persistent else 1 + MAX_PHASES if self.shifted else 2
+        """Counters of the kernel: clusters that left, rows drawn."""
+        return 2 * self.persistent
 
     @property
     def registers(self) -> int:
         """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
-        return min(255, 65536 // (max(1, self.ctas_per_sm) * self.num_threads))
+        return registers(self.num_threads, max(1, self.ctas_per_sm))
+
+    @property
+    def min_blocks(self) -> int:
+        """CTAs per SM to ask the compiler for: it divides by threads, and forgets partitions."""
+        blocks = max(1, self.ctas_per_sm)
+        while self.ctas_per_sm and 65536 // (blocks * self.num_threads) // 8 * 8 > self.registers:
+            blocks += 1
+        return blocks
 
     def one_tile(self) -> "FwdConfig":
         """The same tiling, hence the same bits, with a CTA per tile: for few rows."""
@@ -83,6 +92,9 @@ class FwdConfig:
             vec = spec.full_vector
             step = vec * self.threads_per_row
             n = -(-(self.slice_cols(spec) + vec - 1) // step) * step * self.cluster
+        elif self.persistent:  # a last vector may be no whole one
+            vec = spec.full_vector
+            n = -(-n // vec) * vec
         return RowTiling(n, vec, self.threads_per_row, self.rows_per_cta, self.cluster)
 
     def slice_cols(self, spec: RMSNormFwdSpec) -> int:
@@ -94,16 +106,15 @@ class FwdConfig:
         """Shared memory of a CTA."""
         tiling = self.tiling(spec)
         inputs = [name for name in (spec.x, spec.residual) if name]
-        residues = 4 * tiling.step * tiling.rows_per_cta if self.shifted else 0
-        if self.stages:
-            rows = sum(tiling.cols * dtypes.width(name) // 8 for name in inputs)
-            residues += self.stages * rows + 128
-        return residues + tiling.shared_bytes(buffers=2 if self.stages else 1) + 1024
+        residues = 4 * tiling.vec * tiling.num_threads if self.shifted else 0
+        if self.persistent:
+            rows = sum(tiling.cols * dtypes.width(name) // 8 + 16 for name in inputs)
+            residues += self.stages * (rows + 128 + 32) + 64
+        return residues + tiling.shared_bytes(buffers=2 if self.persistent else 1) + 1024
 
     def groups(self, spec: RMSNormFwdSpec, rows: int, heads: int, resident: int) -> int:
-        """Clusters to launch if the kernel is persistent; at least one per phase."""
-        least = MAX_PHASES if self.shifted else 1
-        return min(max(resident, least), rows)
+        """Clusters to launch if the kernel is persistent."""
+        return min(resident, rows)
 
 
 @dataclass(frozen=True)
@@ -153,7 +164,7 @@ class BwdConfig:
     @property
     def registers(self) -> int:
         """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
-        return min(255, 65536 // (self.ctas_per_sm * self.num_threads))
+        return registers(self.num_threads, self.ctas_per_sm)
 
     @property
     def state_ints(self) -> int:
@@ -197,8 +208,7 @@ def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
     best = replace(spec, align=16, weight_align=16, in_phase=True)
     for config in _ranked_fwd(best):
         if fits_fwd(config, best, arch):
-            # Without 4-byte alignment there is no cp.async.
-            return config if spec.align >= 4 or config.shifted else config.one_tile()
+            return config
     raise _unsupported("forward", spec.n, arch)
 
 
@@ -229,11 +239,11 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
 
 def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Configurations that could serve, best first."""
-    row_bytes = spec.n * dtypes.width(spec.x) // 8
-    if spec.vec < spec.full_vector and spec.n >= MIN_SHIFTED:
-        yield from _shifted(spec)
-    elif row_bytes >= MIN_RING and not spec.per_head:
+    row_bytes, whole = spec.n * dtypes.width(spec.x) // 8, spec.vec == spec.full_vector
+    if not spec.per_head and row_bytes >= (MIN_RING if whole else MIN_ODD_RING):
         yield from _rings(spec)
+    if not whole and spec.n >= MIN_SHIFTED:
+        yield from _shifted(spec)
     for values in (8, 16, 32, 128) if spec.n <= 512 else (16, 32, 128):
         most = 512 if values <= HELD_VALUES else 256
         for cluster in clusters(spec.n, most * values):
@@ -254,10 +264,9 @@ def _shifted(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
 def _rings(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """CTAs that stay: about 32 KB in flight per SM is best, more or less costs up to a tenth."""
     if spec.n <= 8192:
-        yield FwdConfig(512, stages=1, ctas_per_sm=2)
+        yield FwdConfig(256, stages=2, ctas_per_sm=2)
     for cluster in clusters(spec.n, RING_COLS):
-        for threads in (1024, 512):
-            yield FwdConfig(threads, cluster=cluster, stages=1 if cluster == 1 else 2)
+        yield FwdConfig(512, cluster=cluster, stages=2)
 
 
 def default_bwd(spec: RMSNormBwdSpec, arch: Arch) -> BwdConfig:
@@ -336,13 +345,18 @@ def candidates(
 def _tries(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     shifted = spec.vec < spec.full_vector and spec.n >= MIN_SHIFTED
     for cluster in clusters(spec.n, 20480):
-        for threads in (32, 64, 128, 256, 512, 1024):
+        for threads in (32, 64, 128, 256, 512):
             rows = max(1, 128 // threads) if cluster == 1 else 1
             yield FwdConfig(threads, rows, cluster, shifted)
-            lines = spec.in_phase and spec.rank == 2  # what the ring of shifted rows needs
-            if threads > 64 and not spec.per_head and (lines if shifted else spec.align >= 4):
-                for stages, ctas in ((1, 0), (2, 0), (1, 2), (2, 2)):
-                    yield FwdConfig(threads, 1, cluster, shifted, stages, ctas)
+            if threads > 64 and not spec.per_head:
+                for stages, ctas in ((1, 0), (2, 0), (1, 2), (2, 2), (2, 3)):
+                    yield FwdConfig(threads, 1, cluster, False, stages, ctas)
+
+
+def registers(num_threads: int, ctas_per_sm: int) -> int:
+    """Registers of a thread with which so many CTAs fit: each warp in one of four partitions."""
+    warps = -(-num_threads // (4 * WARP)) * ctas_per_sm
+    return min(255, 65536 // 4 // (warps * WARP) // 8 * 8)
 
 
 def clusters(n: int, cols: int) -> Iterator[int]:

@@ -74,8 +74,10 @@ class RMSNormFwd(ReductionBase):
 
         count = tiling.n - first if const_expr(tiling.cluster > 1) else Int32(tiling.n)
         place = (at, first, thread, pred, count if valid else Int32(0))
-        if const_expr(tiling.values <= HELD_VALUES):
+        if const_expr(tiling.values <= HELD_VALUES and self.config.ctas_per_sm >= 0):
             h, rW, rB = self._load(mX, mR, mW, mB, place)
+            if const_expr(mH is not None):  # writes while other rows are read
+                store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
         else:
             rH = self._add(mX, mR, mH, place)
             h = rH.load()
@@ -86,9 +88,7 @@ class RMSNormFwd(ReductionBase):
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
-        if const_expr(tiling.values <= HELD_VALUES):
-            if const_expr(mH is not None):
-                store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
+        if const_expr(tiling.values <= HELD_VALUES and self.config.ctas_per_sm >= 0):
             y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
             store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
         else:
@@ -118,11 +118,11 @@ class RMSNormFwd(ReductionBase):
     def _add(self, mX, mR, mH, place) -> cute.Tensor:
         """h in float32 registers (vec, passes), piece by piece; also written to residual_out."""
         at, first, thread, _, count = place
-        vec, align, skip = self.tiling.vec, self.spec.align, thread * self.tiling.vec
+        vec, align, skip = self.tiling.vec, self.spec.align, self.tiling.start(thread)
         rH = copy.make_registers(self.tiling, Float32)
         starts = [slice_pointer(t, at, first) + skip for t in (mX, mR) if t is not None]
         for p in range(self.tiling.passes):
-            cute.arch.sync_warp()  # or else all loads come first, and spill
+            if p % max(1, -self.config.ctas_per_sm) == 0: cute.arch.sync_warp()  # or else all loads come first, and spill
             index, end = Int32(p * self.tiling.step), count - skip
             h = [copy.load_piece(q, index, end, vec, align).load().to(Float32) for q in starts]
             h = h[0] if len(h) == 1 else h[0] + h[1]
@@ -134,10 +134,10 @@ class RMSNormFwd(ReductionBase):
     def _scale(self, rH, mW, mB, mY, place, rstd: Float32, weight_offset: Float32) -> None:
         """Write h * rstd * weight + bias, piece by piece."""
         at, first, thread, _, count = place
-        vec, align, skip = self.tiling.vec, self.spec.weight_align, thread * self.tiling.vec
+        vec, align, skip = self.tiling.vec, self.spec.weight_align, self.tiling.start(thread)
         start = slice_pointer(mY, at, first) + skip
         for p in range(self.tiling.passes):
-            cute.arch.sync_warp()  # or else all loads come first, and spill
+            if p % max(1, -self.config.ctas_per_sm) == 0: cute.arch.sync_warp()  # or else all loads come first, and spill
             index, end = Int32(p * self.tiling.step), count - skip
             rW, rB = (
                 None

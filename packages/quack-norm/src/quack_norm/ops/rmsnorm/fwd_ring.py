@@ -1,50 +1,74 @@
 """RMSNorm forward of long rows: CTAs that stay, draw rows from a counter, and keep rows in flight.
 
-The weight stays in registers, and the next rows arrive while one is reduced. SMs differ in speed,
-so rows are drawn: with a fixed assignment the slowest SM decides.
+One warp fetches rows by bulk copies; the others hold the weight in registers and normalise. SMs
+differ in speed, so rows are drawn: with a fixed assignment the slowest SM decides.
 """
+
+import enum
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from quack_core.device import copy, fast_math
+from quack_core.device import barrier, copy, fast_math, tma
 from quack_core.device.reduce import thread_sum
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import WARP
 
 from .config import FwdConfig
-from .fwd import (
-    arguments,
-    coordinates,
-    num_rows,
-    scale,
-    slice_pointer,
-    store_row,
-    store_rstd,
-)
+from .fwd import arguments, coordinates, num_rows, scale, slice_pointer, store_row, store_rstd
 from .spec import RMSNormFwdSpec
 
-BUFFERS = 2
-TICKET_BYTES = 4
+NO_ROW = -1
+
+
+class Barrier(barrier.NamedBarrier):
+    """Of the warps that normalise."""
+
+    REDUCE = enum.auto()
+
+
+class Ring(NamedTuple):
+    """Rows under way.
+
+    Args:
+        x: (columns, stages), each stage from the aligned address below the row's on.
+        residual: likewise, or None.
+        rows: int32 (stages,): which row a stage holds; ``NO_ROW`` behind the last.
+        full: an mbarrier per stage, on which its bytes complete.
+        empty: an mbarrier per stage, at which the warps that have read it arrive.
+    """
+
+    x: cute.Tensor
+    residual: cute.Tensor | None
+    rows: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
 
 
 class RMSNormFwdRing(ReductionBase):
     """Clusters walk over rows; each CTA owns a slice of the columns.
 
-    Threads: all of a CTA share its slice; each fetches, and reads back, only its own vectors.
+    Threads: the first ``threads_per_row`` share the CTA's slice; one more warp fetches.
     Shared memory: ``stages`` slices of x (and residual) in flight; partial sums and row numbers.
-    Synchronises: one barrier per row, with a cluster one phase of its mbarrier too. The row number
-    drawn for later travels with the partial sums.
+    Synchronises: a full and an empty mbarrier per stage; one named barrier per row, with a cluster
+    one phase of its mbarrier too. In a cluster, row numbers travel from CTA 0 to the others.
     Global state: rows drawn, clusters that left; zero before, cleared by the last cluster to leave.
     Traffic: every operand once; weight and bias once per CTA.
+
+    Rows of any length and alignment: a row that is not aligned arrives with what lies around it in
+    its 16-byte blocks. Threads own the same elements wherever a row lies; they are shifted in
+    registers when read and when written.
     """
 
     def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
-        super().__init__(config.tiling(spec), buffers=BUFFERS)
+        super().__init__(config.tiling(spec), buffers=2, barrier=Barrier.REDUCE)
         self.spec, self.config = spec, config
+        self.shifted = not (spec.align == copy.CHUNK and spec.n % self.tiling.vec == 0)
+        self.tickets = config.stages + 2  # row numbers that may be under way in a cluster
 
     @cute.jit
     def __call__(  # the launcher's messages use these names
@@ -66,9 +90,9 @@ class RMSNormFwdRing(ReductionBase):
         operands = (x, weight, bias, residual, out, residual_out, rstd, state)
         self.kernel(*operands, eps, weight_offset, groups).launch(
             grid=[cluster * groups, 1, 1],
-            block=[self.tiling.num_threads, 1, 1],
+            block=[self.config.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
+            min_blocks_per_mp=self.config.min_blocks,
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -88,161 +112,253 @@ class RMSNormFwdRing(ReductionBase):
         weight_offset: Float32,
         groups: Int32,
     ):
-        tiling = const_expr(self.tiling)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        group, rank = block // tiling.cluster, block % tiling.cluster
-        line, lines, sharers = self._share(num_rows(mX), group, groups)
+        group, rank = block // self.tiling.cluster, block % self.tiling.cluster
+        warp = cute.arch.make_warp_uniform(tid // WARP)
         smem = cutlass.memory.SmemAllocator()
-        sX, sR = (self._ring(smem, tensor) for tensor in (mX, mR))  # (cols, stages)
-        scratch = self._scratch(smem)
+        ring = self._ring(smem, mX, mR)
         exchange = self.allocate(smem)
-        tickets = smem.allocate_tensor(Int32, cute.make_layout(BUFFERS), byte_alignment=16)
+        tickets = smem.allocate_tensor(Int32, cute.make_layout(self.tickets), byte_alignment=16)
+        drawn = barrier.allocate_mbarriers(smem, self.tickets)
+        barrier.init_mbarriers(ring.full, self.config.stages, 1, tid)
+        barrier.init_mbarriers(ring.empty, self.config.stages, self.tiling.warps_per_row, tid)
+        barrier.init_mbarriers(drawn, self.tickets, 1, tid)
         self.start_cluster(exchange, tid)
-        place = self._place(mX, group, line, rank, tid)  # where this thread's vectors lie
-
-        stages = const_expr(self.config.stages)
-        queue = cute.make_rmem_tensor(cute.make_layout(stages), Int32)  # the lines after this one
-        for s in cutlass.range_constexpr(stages):
-            queue[s] = line + (s + 1) * sharers
-            self._fetch(mX, mR, sX, sR, group, line + s * sharers, lines, place, Int32(s))
-        drawn = (stages + 1) * sharers  # lines given out beforehand
-        counter = mState.iterator + self._counter(group)
-        ticket = lines  # of thread 0 of rank 0: a line drawn for later; lines and above: none left
-        if tid == 0 and rank == 0 and drawn < lines:
-            ticket = drawn + draw(counter)
-        rW, rB = self._weight(mW, place), self._weight(mB, place)
         self.join_cluster()
+        cute.arch.sync_threads()
+        if warp == self.tiling.warps_per_row:
+            self._produce(mX, mR, ring, tickets, drawn, mState, group, rank, groups)
+        else:
+            self._consume(
+                mX, mW, mB, mR, mY, mH, mRstd, ring, exchange, rank, tid, eps, weight_offset
+            )
 
-        step, stage = Int32(0), Int32(0)
-        while line < lines:
-            cute.arch.cp_async_wait_group(stages - 1)
-            rX, rR = self._read(sX, stage, place), self._read(sR, stage, place)  # (vec, passes)
-            partial = self._sum(rX, rR, scratch, place)
-            self._fetch(mX, mR, sX, sR, group, queue[stages - 1], lines, place, stage)
-            self._send_ticket(ticket, tickets, exchange.mbar, tid, rank, step)
-            extra = const_expr(TICKET_BYTES if tiling.cluster > 1 else 0)
-            (square_sum,) = self.reduce((partial,), exchange, tid, step, extra)
+    def _ring(self, smem: cutlass.memory.SmemAllocator, mX, mR) -> Ring:
+        stages = self.config.stages
+
+        def stage(tensor: cute.Tensor | None):
+            if tensor is None:
+                return None
+            cols = self.tiling.cols + copy.CHUNK * 8 // tensor.element_type.width * self.shifted
+            layout = cute.make_layout((cols, stages))
+            return smem.allocate_tensor(tensor.element_type, layout, byte_alignment=128)
+
+        x, residual = stage(mX), stage(mR)
+        rows = smem.allocate_tensor(Int32, cute.make_layout(stages), byte_alignment=16)
+        full, empty = (barrier.allocate_mbarriers(smem, stages) for _ in range(2))
+        return Ring(x, residual, rows, full, empty)
+
+    # --- the warp that fetches
+
+    @cute.jit
+    def _produce(
+        self,
+        mX,
+        mR,
+        ring: Ring,
+        tickets: cute.Tensor,
+        drawn: cute.Pointer,
+        mState: cute.Tensor,
+        group: Int32,
+        rank: Int32,
+        groups: Int32,
+    ):
+        """Draw rows and fetch them, until there are none."""
+        lane, rows = cute.arch.lane_idx(), num_rows(mX)
+        phase, slot = barrier.empty_phase(), barrier.full_phase()
+        row, ticket = group, Int32(NO_ROW)
+        while row != NO_ROW:
+            if rank == 0 and lane == 0:  # the answer comes while the row is fetched
+                ticket = groups + draw(mState.iterator + 1)
+            self._fetch(mX, mR, ring, phase, row, rank)
+            row = self._next_row(ticket, rows, tickets, drawn, slot, rank)
+            phase = barrier.next_phase(phase, self.config.stages)
+            slot = barrier.next_phase(slot, self.tickets)
+        barrier.wait(ring.empty, phase)
+        if lane == 0:
+            ring.rows[phase.stage] = Int32(NO_ROW)
+        barrier.arrive(ring.full, phase)
+        if rank == 0 and lane == 0:
+            leave(mState, groups)
+
+    @cute.jit
+    def _fetch(self, mX, mR, ring: Ring, phase, row: Int32, rank: Int32):
+        """Start the copies of this CTA's slice of a row into a stage."""
+        at, first = coordinates(mX, row), rank * self.tiling.cols
+        count = self._count(first)
+        covers = [
+            cover(slice_pointer(tensor, at, first), count, self.shifted)
+            for tensor in (mX, mR)
+            if tensor is not None
+        ]
+        total = covers[0][1]
+        if const_expr(mR is not None):
+            total = total + covers[1][1]
+        if count == 0:  # a slice beyond the end of the row
+            total = Int32(0)
+        barrier.wait(ring.empty, phase)
+        if cute.arch.lane_idx() == 0:
+            ring.rows[phase.stage] = row
+        cute.arch.sync_warp()
+        barrier.expect_bytes(ring.full, phase, total)
+        if count > 0:
+            mbar = ring.full + phase.stage
+            tma.bulk_load(covers[0][0], ring.x[None, phase.stage].iterator, covers[0][1], mbar)
+            if const_expr(mR is not None):
+                target = ring.residual[None, phase.stage].iterator
+                tma.bulk_load(covers[1][0], target, covers[1][1], mbar)
+
+    @cute.jit
+    def _next_row(
+        self, ticket: Int32, rows: Int32, tickets: cute.Tensor, drawn: cute.Pointer, slot, rank: Int32
+    ) -> Int32:
+        """The row that lane 0 of CTA 0 drew, in every CTA of the cluster."""
+        if ticket >= rows:
+            ticket = Int32(NO_ROW)
+        row = cute.arch.shuffle_sync(ticket, 0)
+        if const_expr(self.tiling.cluster > 1):
+            lane = cute.arch.lane_idx()
+            barrier.expect_bytes(drawn, slot, 4)
+            if rank == 0 and lane < self.tiling.cluster:
+                place, mbar = tickets.iterator + slot.stage, drawn + slot.stage
+                cute.arch.store_async_dsmem(place, row, mbar, lane)
+            barrier.wait(drawn, slot)
+            row = tickets[slot.stage]
+        return row
+
+    @cute.jit
+    def _count(self, first: Int32) -> Int32:
+        """Elements of this CTA's slice of a row; it may lie beyond the end."""
+        count = self.spec.n - first
+        if count > self.tiling.cols:
+            count = Int32(self.tiling.cols)
+        if count < 0:
+            count = Int32(0)
+        return count
+
+    # --- the warps that normalise
+
+    @cute.jit
+    def _consume(
+        self,
+        mX,
+        mW,
+        mB,
+        mR,
+        mY,
+        mH,
+        mRstd,
+        ring: Ring,
+        exchange,
+        rank: Int32,
+        tid: Int32,
+        eps: Float32,
+        weight_offset: Float32,
+    ):
+        """Normalise the rows that arrive."""
+        first = rank * self.tiling.cols
+        place = (first, tid, self._count(first), self._predicate(tid, rank))
+        rW, rB = self._weight(mW, place), self._weight(mB, place)
+        phase, step = barrier.full_phase(), Int32(0)
+        barrier.wait(ring.full, phase)
+        row = ring.rows[phase.stage]
+        while row != NO_ROW:
+            at = coordinates(mX, row)
+            rX = self._read(mX, ring.x, phase.stage, at, place)  # (vec, passes)
+            rR = self._read(mR, ring.residual, phase.stage, at, place)
+            barrier.arrive(ring.empty, phase)
+            h = value(rX, rR)
+            partial = thread_sum(h * h)
+            if const_expr(mH is not None):
+                self._write(h, mH, at, place)
+            (square_sum,) = self.reduce((partial,), exchange, tid, step)
             rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
-            at, h = coordinates(mX, self._row(group, line)), self._value(rX, rR)
-            line = queue[0]
-            for s in cutlass.range_constexpr(stages - 1):
-                queue[s] = queue[s + 1]
-            queue[stages - 1] = tickets[step % BUFFERS]
-            if ticket < lines:
-                ticket = drawn + draw(counter)
             if const_expr(mRstd is not None):
                 if tid == 0 and rank == 0:
                     store_rstd(mRstd, at, rstd)
-            if const_expr(mH is not None):
-                self._store(h, mH, at, place)
-            y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
-            self._store(y, mY, at, place)
+            y = scale(value(rX, rR) * rstd, rW, rB, weight_offset, self.spec.offset)
+            self._write(y, mY, at, place)
             step += 1
-            stage += 1
-            if stage == stages:
-                stage = Int32(0)
-        if tid == 0 and rank == 0:
-            leave(mState, groups)
+            phase = barrier.next_phase(phase, self.config.stages)
+            barrier.wait(ring.full, phase)
+            row = ring.rows[phase.stage]
 
-    def _share(self, rows: Int32, group: Int32, groups: Int32) -> tuple[Int32, Int32, Int32]:
-        """First line of this cluster, number of lines, clusters that share them: a line is a row."""
-        return group, rows, groups
-
-    def _row(self, group: Int32, line: Int32) -> Int32:
-        return line
-
-    def _counter(self, group: Int32) -> Int32:
-        """Which counter the cluster draws from; number 0 counts the clusters that left."""
-        return Int32(1)
-
-    def _place(self, mX, group: Int32, line: Int32, rank: Int32, tid: Int32):
-        """(thread, first column of the CTA, predicate of its vectors or None)"""
-        pred = None
-        if self.tiling.ragged:
-            pred = copy.column_predicate(self.tiling, tid, rank, Boolean(True))
-        return tid, rank * self.tiling.cols, pred
-
-    def _scratch(self, smem: cutlass.memory.SmemAllocator):
-        """Shared memory that ``_sum`` needs: none."""
-
-    def _ring(self, smem: cutlass.memory.SmemAllocator, tensor: cute.Tensor | None):
-        if tensor is None:
-            return None
-        layout = cute.make_layout((self.tiling.cols, self.config.stages))
-        return smem.allocate_tensor(tensor.element_type, layout, byte_alignment=128)
-
-    @cute.jit
-    def _fetch(self, mX, mR, sX, sR, group: Int32, line: Int32, lines: Int32, place, stage: Int32):
-        """Start the copy of a row, if there is one; a group of copies is committed in any case."""
-        tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
-        tid, first, _ = place
-        valid = line < lines
-        at = coordinates(mX, self._row(group, line if valid else Int32(0)))
-        # A predicate, not a branch: DSL 4.8 mixes up variables that are None inside a dynamic `if`.
-        pred = copy.column_predicate(tiling, tid, first // tiling.cols, valid)
-        source, target = slice_pointer(mX, at, first), sX[None, stage].iterator
-        copy.fetch_vectors(source, target, tiling, tid, align, pred)
-        if const_expr(mR is not None):
-            source, target = slice_pointer(mR, at, first), sR[None, stage].iterator
-            copy.fetch_vectors(source, target, tiling, tid, align, pred)
-        cute.arch.cp_async_commit_group()
-
-    def _read(self, ring: cute.Tensor | None, stage: Int32, place) -> cute.Tensor | None:
-        """The thread's vectors of a row in shared memory: (vec, passes); None without a ring."""
-        if ring is None:
-            return None
-        tid, _, pred = place
-        return copy.load_vectors(ring[None, stage].iterator, self.tiling, tid, copy.CHUNK, pred)
+    def _predicate(self, tid: Int32, rank: Int32) -> cute.Tensor | None:
+        """Which vectors of this thread exist; None if all do, or if not even vectors are whole."""
+        if self.tiling.ragged and not self.shifted:
+            return copy.column_predicate(self.tiling, tid, rank, Boolean(True))
+        return None
 
     def _weight(self, tensor: cute.Tensor | None, place) -> cute.Tensor | None:
         """The thread's vectors of weight or bias: (vec, passes); None if there is none."""
         if tensor is None:
             return None
-        tid, first, pred = place
-        pointer = tensor.iterator + first
-        return copy.load_vectors(pointer, self.tiling, tid, self.spec.weight_align, pred)
+        first, tid, count, pred = place
+        tiling, align = self.tiling, self.spec.weight_align
+        if not self.shifted:
+            return copy.load_vectors(tensor.iterator + first, tiling, tid, align, pred)
+        registers = copy.make_registers(tiling, tensor.element_type)
+        for p in range(tiling.passes):
+            index = tiling.start(tid) + p * tiling.step
+            piece = copy.load_piece(tensor.iterator + first, index, count, tiling.vec, align)
+            registers[None, p].store(piece.load())
+        return registers
 
-    def _sum(self, rX: cute.Tensor, rR: cute.Tensor | None, scratch, place) -> Float32:
-        """The thread's part of the sum of squares."""
-        h = self._value(rX, rR)
-        return thread_sum(h * h)
+    def _read(self, tensor, ring: cute.Tensor | None, stage: Int32, at, place):
+        """The thread's vectors of a row in shared memory: (vec, passes); None without a ring."""
+        if ring is None:
+            return None
+        first, tid, count, pred = place
+        tiling, start = self.tiling, ring[None, stage].iterator
+        if not self.shifted:
+            return copy.load_vectors(start, tiling, tid, copy.CHUNK, pred)
+        registers = copy.make_registers(tiling, tensor.element_type)
+        num_bytes = bytes_beyond(slice_pointer(tensor, at, first))
+        for p in range(tiling.passes):
+            index = tiling.start(tid) + p * tiling.step
+            piece = copy.read_shifted(start + index, num_bytes, tiling.vec)
+            copy.clear_outside(piece, index, count)
+            registers[None, p].store(piece.load())
+        return registers
 
-    def _store(self, values: cute.TensorSSA, tensor: cute.Tensor, at, place) -> None:
+    def _write(self, values: cute.TensorSSA, tensor: cute.Tensor, at, place) -> None:
         """Round the values to the output's dtype and write them to its row."""
-        tid, first, pred = place
-        store_row(values, slice_pointer(tensor, at, first), self.tiling, tid, self.spec.align, pred)
+        first, tid, count, pred = place
+        tiling, pointer = self.tiling, slice_pointer(tensor, at, first)
+        if not self.shifted:
+            store_row(values, pointer, tiling, tid, copy.CHUNK, pred)
+            return
+        registers = copy.make_registers(tiling, tensor.element_type)
+        registers.store(values.to(tensor.element_type))
+        copy.store_shifted(registers, pointer, tiling.start(tid // WARP * WARP), count)
 
-    def _value(self, rX: cute.Tensor, rR: cute.Tensor | None) -> cute.TensorSSA:
-        """x, or x + residual, in float32."""
-        x = rX.load().to(Float32)
-        return x if rR is None else x + rR.load().to(Float32)
 
-    @cute.jit
-    def _send_ticket(
-        self,
-        ticket: Int32,
-        tickets: cute.Tensor,
-        mbar: cute.Pointer,
-        tid: Int32,
-        rank: Int32,
-        step: Int32,
-    ):
-        """Give the row number to the CTA, or to every CTA of the cluster, with this round's sums."""
-        buffer = step % BUFFERS
-        if const_expr(self.tiling.cluster == 1):
-            if tid == 0:
-                tickets[buffer] = ticket
-        else:
-            if rank == 0 and tid < WARP:
-                value = cute.arch.shuffle_sync(ticket, 0)
-                if tid < self.tiling.cluster:
-                    slot = tickets.iterator + buffer
-                    cute.arch.store_async_dsmem(slot, value, mbar + buffer, tid)
+def value(rX: cute.Tensor, rR: cute.Tensor | None) -> cute.TensorSSA:
+    """x, or x + residual, in float32."""
+    x = rX.load().to(Float32)
+    return x if rR is None else x + rR.load().to(Float32)
+
+
+def bytes_beyond(pointer: cute.Pointer) -> Int32:
+    """Bytes from the last multiple of 16 to an address."""
+    return Int32(pointer.toint() & Int64(copy.CHUNK - 1))
+
+
+def cover(pointer: cute.Pointer, count: Int32, shifted: bool) -> tuple[cute.Pointer, Int32]:
+    """Start and length in bytes of the 16-byte blocks that hold ``count`` elements."""
+    num_bytes = count * (pointer.dtype.width // 8)
+    if not shifted:
+        return pointer, num_bytes
+    before = bytes_beyond(pointer)
+    start = cute.make_ptr(
+        pointer.dtype, pointer.toint() - Int64(before), pointer.memspace, assumed_align=copy.CHUNK
+    )
+    return start, (before + num_bytes + copy.CHUNK - 1) // copy.CHUNK * copy.CHUNK
 
 
 def draw(counter: cute.Pointer) -> Int32:
-    """Take a number from a counter of lines."""
+    """Take a number from a counter of rows."""
     return cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
 
 

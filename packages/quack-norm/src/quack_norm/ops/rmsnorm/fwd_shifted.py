@@ -43,6 +43,7 @@ class RMSNormFwdShifted(ReductionBase):
         super().__init__(config.tiling(spec))
         self.spec, self.config = spec, config
         self.cols = config.slice_cols(spec)
+        self.step = self.tiling.vec * self.tiling.threads_per_row  # elements of a pass
         self.align = copy.CHUNK if spec.in_phase else 2
 
     @cute.jit
@@ -96,7 +97,7 @@ class RMSNormFwdShifted(ReductionBase):
         if const_expr(self.spec.in_phase):
             offset = copy.vector_offset(pX, vec)
         begin = thread * vec - offset  # the thread's first element; may lie before the slice
-        indices = [begin + p * tiling.step for p in range(tiling.passes)]
+        indices = [begin + p * self.step for p in range(tiling.passes)]
         rX = self._load(mX, at, first, indices, count)  # (vec,) per pass
         rR = self._load(mR, at, first, indices, count)
         sums = cute.make_rmem_tensor(vec, Float32)
@@ -176,7 +177,7 @@ def meet(
     for v in cutlass.range_constexpr(tiling.vec):
         residue = thread * tiling.vec + v - offset
         if residue < 0:
-            residue += tiling.step
+            residue += tiling.vec * tiling.threads_per_row
         shared[residue // tiling.vec, residue % tiling.vec, row] = sums[v]
     cute.arch.sync_threads()
     values = [(shared[thread, v, row],) for v in range(tiling.vec)]

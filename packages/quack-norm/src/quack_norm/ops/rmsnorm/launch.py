@@ -100,7 +100,7 @@ def forward(
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
         y, stored, rstd = _forward_cold(key, refusal, *args, out)
         return y, x if h is x else stored, rstd
-    except RuntimeError:  # a tensor without memory, such as a meta tensor, or CUDA's own trouble
+    except Exception:  # a tensor without memory, such as a meta tensor; CUDA's own trouble
         check.forward(x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, out)
         raise
     return y, h, rstd
@@ -163,7 +163,7 @@ def backward(
         raise
     except (TypeError, ValueError) as refusal:
         return _backward_cold(key, refusal, *args, weight_offset, *options)
-    except RuntimeError:
+    except Exception:  # as in the forward; more heads than a grid has, too
         check.backward(*args, *options)
         raise
     return dx, dh, dw, db

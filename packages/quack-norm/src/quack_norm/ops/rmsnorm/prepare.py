@@ -169,6 +169,7 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
 def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Launcher:
     """A kernel whose CTAs stay; where each would have one tile, the one of the same bits."""
     target, single = arch.detect(device), chosen.one_tile()
+    whole = spec.vec == spec.full_vector  # or else the other kernel has another tiling
 
     @functools.cache
     def kernel(few: bool) -> Launcher:
@@ -184,7 +185,7 @@ def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Lau
         return chosen.groups(spec, rows, 1, resident)
 
     def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
-        few = rows <= resident
+        few = whole and rows <= resident
         state = None if few else counters(device, ints)
         operands = (x, weight, bias, residual, out, h, rstd, state)
         kernel(few)(*operands, eps, offset, groups(rows))
