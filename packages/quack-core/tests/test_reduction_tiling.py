@@ -17,6 +17,8 @@ TILINGS = [
     RowTiling(6000, 4, 128, 1),  # a ragged last pass
     RowTiling(8192, 8, 128, 1, cluster=2),
     RowTiling(5000, 8, 64, 1, cluster=4),  # a ragged cluster
+    RowTiling(5120, 8, 320, 1),  # ten warps
+    RowTiling(3000, 8, 96, 2),  # three warps, two rows
     RowTiling(100, 4, 32, 1, cluster=16),  # CTAs that own nothing
 ]
 
@@ -115,7 +117,7 @@ GOOD = RowTiling(4096, 8, 128, 1)
         ({"vec": 0}, "vec=0"),
         ({"n": 0}, "n=0"),
         ({"n": 4095}, "n=4095"),
-        ({"threads_per_row": 96}, "threads_per_row=96"),
+        ({"threads_per_row": 48}, "threads_per_row=48"),
         ({"threads_per_row": 0}, "threads_per_row=0"),
         ({"threads_per_row": 16}, "16 threads"),
         ({"threads_per_row": 2048}, "2048 threads"),

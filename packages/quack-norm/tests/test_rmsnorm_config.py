@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from quack_core import arch, occupancy
+from quack_core import arch
 from quack_core.errors import UnsupportedError
 from quack_norm.ops.rmsnorm import config
 from quack_norm.ops.rmsnorm.spec import MAX_N, RMSNormBwdSpec, RMSNormFwdSpec
@@ -77,17 +77,6 @@ def test_groups_are_what_is_resident_or_the_rows() -> None:
     spec = forward(16384, B, B)
     ring = config.FwdConfig(512, stages=1)
     assert [ring.groups(spec, rows, 1, 132) for rows in (1, 100, 132, 9999)] == [1, 100, 132, 132]
-
-
-@pytest.mark.parametrize(
-    ("threads", "ctas", "most"),
-    [(512, 1, 128), (544, 1, 96), (544, 2, 48), (288, 3, 56), (256, 2, 128), (128, 1, 255)],
-)
-def test_registers_go_to_warps_in_partitions(threads: int, ctas: int, most: int) -> None:
-    """65536 registers, a quarter in each of four partitions: 17 warps count as 20."""
-    assert config.registers(threads, ctas) == most
-    assert occupancy.ctas_by_registers(65536, threads, most) >= ctas
-    assert most == 255 or occupancy.ctas_by_registers(65536, threads, most + 8) < ctas
 
 
 

@@ -19,7 +19,7 @@ class RowTiling:
     Args:
         n: elements of a row.
         vec: consecutive elements per thread and pass; must divide ``n``.
-        threads_per_row: threads of a CTA that share a row; a power of two.
+        threads_per_row: threads of a CTA that share a row; whole warps, or a power of two below.
         rows_per_cta: rows that a CTA works on side by side.
         cluster: CTAs that share a row; needs ``rows_per_cta == 1`` if above 1.
     """
@@ -33,8 +33,12 @@ class RowTiling:
     def __post_init__(self) -> None:
         if self.n < 1 or self.vec < 1 or self.n % self.vec:
             raise ValueError(f"vec={self.vec} must be positive and divide n={self.n}")
-        if self.threads_per_row.bit_count() != 1:
-            raise ValueError(f"threads_per_row={self.threads_per_row} must be a power of two")
+        threads = self.threads_per_row
+        if threads < 1 or (threads % WARP and threads.bit_count() != 1):
+            raise ValueError(
+                f"threads_per_row={threads}: must be a multiple of {WARP}, or a power "
+                "of two below"
+            )
         if self.num_threads % WARP or not WARP <= self.num_threads <= 1024:
             raise ValueError(f"{self.num_threads} threads: must be a multiple of 32 up to 1024")
         if self.cluster.bit_count() != 1 or self.cluster > 16:

@@ -3,7 +3,7 @@
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from quack_core import torch_op
@@ -104,7 +104,7 @@ def rmsnorm(
     if not direct and not is_dynamo_compiling():  # there, the operator's fake does it
         dtypes = (out_dtype, residual_dtype)
         check.forward(x, weight, bias, residual, eps, weight_offset, *dtypes, out)
-    record = torch.is_grad_enabled() and (
+    record = is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)

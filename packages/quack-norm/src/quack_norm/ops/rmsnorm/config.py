@@ -7,7 +7,7 @@ or where they lie: the same row gives the same bits in every batch.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quack_core import dtypes
+from quack_core import dtypes, occupancy
 from quack_core.arch import Arch
 from quack_core.errors import UnsupportedError
 from quack_core.reduction.tiling import WARP, RowTiling
@@ -20,12 +20,15 @@ LONG_VALUES = 64
 """Columns per thread that a backward without kept rows may sum; twice as many spill."""
 MIN_SHIFTED = 256
 """Shorter rows without full vectors move element by element."""
-MIN_RING = 16384
+KB = 1024
+REGISTERS = 65536
+"""Of an SM."""
+MIN_RING = 8 * KB
 """Bytes of a row from which CTAs stay and keep the weight in registers."""
-MIN_ODD_RING = 4096
+MIN_ADDED_RING = 16 * KB + 1
+"""The same where a residual is added."""
+MIN_ODD_RING = 8 * KB - 512
 """The same for rows that are no whole number of vectors."""
-RING_COLS = 16384
-"""Columns of a CTA of the ring: 32 per thread."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,17 @@ class FwdConfig:
     @property
     def registers(self) -> int:
         """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
-        return registers(self.num_threads, max(1, self.ctas_per_sm))
+        return occupancy.most_registers(REGISTERS, self.num_threads, max(1, self.ctas_per_sm))
+
+    @property
+    def state_ints(self) -> int:
+        """Counters of the kernel: clusters that left, rows drawn."""
+        return 2 * self.persistent
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
+        return occupancy.most_registers(REGISTERS, self.num_threads, max(1, self.ctas_per_sm))
 
     @property
     def min_blocks(self) -> int:
@@ -164,7 +177,7 @@ class BwdConfig:
     @property
     def registers(self) -> int:
         """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
-        return registers(self.num_threads, self.ctas_per_sm)
+        return occupancy.most_registers(REGISTERS, self.num_threads, self.ctas_per_sm)
 
     @property
     def state_ints(self) -> int:
@@ -224,6 +237,12 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
     """Whether shared memory, cluster and registers of the architecture suffice."""
     if config.cluster > arch.max_cluster or config.smem_bytes(spec) > arch.smem_bytes:
         return False
+    if config.persistent:
+        ctas = max(1, config.ctas_per_sm)
+        if ctas * config.num_threads > arch.max_threads_per_sm:
+            return False
+        if ctas * (config.smem_bytes(spec) + KB) > arch.smem_per_sm:
+            return False
     values = config.tiling(spec).values
     if values > HELD_VALUES and not config.shifted:  # h alone is held, in float32
         return values <= config.registers - 72
@@ -231,23 +250,27 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
         held = [spec.x, spec.residual]
         words = sum(dtypes.width(name) / 32 for name in held if name)
         return values * words <= config.registers - 44
-    # Beside x a thread holds what it adds and scales with.
-    held = [spec.residual, *([spec.weight, spec.bias] if config.persistent else [])]
-    words = 1 + sum(dtypes.width(name) / 32 for name in held if name)
+    if config.persistent:  # everything as it is
+        held = [spec.x, spec.residual, spec.weight, spec.bias]
+        words = sum(dtypes.width(name) / 32 for name in held if name)
+        return values * words <= config.registers - 40
+    words = 1 + (dtypes.width(spec.residual) / 32 if spec.residual else 0)  # x becomes float32
     return values * words <= config.registers - 32
 
 
 def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Configurations that could serve, best first."""
     row_bytes, whole = spec.n * dtypes.width(spec.x) // 8, spec.vec == spec.full_vector
-    if not spec.per_head and row_bytes >= (MIN_RING if whole else MIN_ODD_RING):
-        yield from _rings(spec)
+    least = MIN_ADDED_RING if spec.residual else MIN_RING
+    if not spec.per_head and row_bytes >= (least if whole else MIN_ODD_RING):
+        yield from _rings(spec, whole)
     if not whole and spec.n >= MIN_SHIFTED:
         yield from _shifted(spec)
-    for values in (8, 16, 32, 128) if spec.n <= 512 else (16, 32, 128):
+    first = 8 if spec.n <= 1024 else 32 if spec.residual and spec.n > 2048 else 16
+    for values in (first, *(v for v in (16, 32, 128) if v > first)):
         most = 512 if values <= HELD_VALUES else 256
         for cluster in clusters(spec.n, most * values):
-            threads = _threads(spec.n // cluster, spec.vec, values, high=most)
+            threads = _threads(-(-spec.n // cluster), spec.vec, values, high=most)
             yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
 
 
@@ -255,18 +278,33 @@ def _shifted(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Pieces of memory: many per thread, since a row has a piece more than its vectors."""
     values = 40 if spec.n <= 8192 else 72
     for cluster in clusters(spec.n, 256 * values):
-        threads = _threads(spec.n // cluster, spec.full_vector, values, low=32, high=256)
+        threads = _threads(-(-spec.n // cluster), spec.full_vector, values, low=32, high=256)
         rows = max(1, 128 // threads) if cluster == 1 else 1
         yield FwdConfig(threads, rows, cluster, True, ctas_per_sm=512 // (threads * rows))
         yield FwdConfig(threads, rows, cluster, True)
 
 
-def _rings(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
-    """CTAs that stay: about 32 KB in flight per SM is best, more or less costs up to a tenth."""
-    if spec.n <= 8192:
-        yield FwdConfig(256, stages=2, ctas_per_sm=2)
-    for cluster in clusters(spec.n, RING_COLS):
-        yield FwdConfig(512, cluster=cluster, stages=2)
+def _rings(spec: RMSNormFwdSpec, whole: bool) -> Iterator[FwdConfig]:
+    """CTAs that stay: about 48 KB of rows in shared memory, on one CTA per SM or few.
+
+    Where threads shift what they read and write, rows take longer, and other CTAs fill the gaps.
+    """
+    width = dtypes.width(spec.x) // 8
+    row_bytes = spec.n * width
+    if whole:
+        most = 24 * KB if row_bytes <= 24 * KB else 16 * KB if row_bytes <= 64 * KB else 32 * KB
+    else:
+        most = 32 * KB if row_bytes <= 32 * KB else 16 * KB
+    for cluster in (c for size in (most, 32 * KB, 64 * KB) for c in clusters(spec.n, size // width)):
+        cols = -(-spec.n // cluster)
+        size = cols * width
+        small = size <= (16 * KB if whole else 9 * KB)
+        most_ctas = (2 if size <= 12 * KB else 1) if whole else 3 if small else 2 if size <= 16 * KB else 1
+        threads = _threads(cols, spec.full_vector, (32 if small else 64) // width, low=WARP)
+        for ctas in range(most_ctas, 0, -1):
+            stages = max(2, min(3, 48 * KB // (ctas * size))) if whole else 2
+            if threads <= 512:
+                yield FwdConfig(threads, 1, cluster, stages=stages, ctas_per_sm=ctas)
 
 
 def default_bwd(spec: RMSNormBwdSpec, arch: Arch) -> BwdConfig:
@@ -304,12 +342,13 @@ def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:
     ring = (2, 1, 0) if bits >= 32 else (0,)  # cp.async moves at least 4 bytes
     if 8192 < spec.n <= 65536:  # two CTAs per SM hide each other's exchange over the cluster
         for split in clusters(spec.n, 4096):
+            threads = _threads(-(-spec.n // split), spec.vec, 16, low=32, high=256)
             for stages in ring:
-                yield BwdConfig(256, 1, split, 1, stages, True, 2)
+                yield BwdConfig(threads, 1, split, 1, stages, True, 2)
     for values in (16, 32):
         for split in clusters(spec.n, 512 * values):
             low = max(1, 32 // spec.vec)
-            threads = _threads(spec.n // split, spec.vec, values, low=low, high=512)
+            threads = _threads(-(-spec.n // split), spec.vec, values, low=low, high=512)
             rows = max(1, 256 // threads) if split == 1 else 1
             peers = 8 if split == 1 else 1
             for stages in ring:
@@ -353,12 +392,6 @@ def _tries(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
                     yield FwdConfig(threads, 1, cluster, False, stages, ctas)
 
 
-def registers(num_threads: int, ctas_per_sm: int) -> int:
-    """Registers of a thread with which so many CTAs fit: each warp in one of four partitions."""
-    warps = -(-num_threads // (4 * WARP)) * ctas_per_sm
-    return min(255, 65536 // 4 // (warps * WARP) // 8 * 8)
-
-
 def clusters(n: int, cols: int) -> Iterator[int]:
     """Powers of two up to 16, from the one that leaves at most ``cols`` columns to each CTA."""
     cluster = 1
@@ -369,6 +402,9 @@ def clusters(n: int, cols: int) -> Iterator[int]:
 
 
 def _threads(n: int, vec: int, values: int, low: int = 1, high: int = 1024) -> int:
-    """The fewest threads (a power of two) that hold at most ``values`` elements each."""
+    """The fewest threads that hold at most ``values`` elements each: whole warps if more than one."""
     needed = max(1, -(-n // max(values, vec)))
-    return min(high, max(low, 1 << (needed - 1).bit_length()))
+    if needed <= WARP:
+        return max(low, 1 << (needed - 1).bit_length())
+    vectors = -(-n // (WARP * vec))  # of a warp
+    return min(high, max(low, WARP * -(-vectors // max(1, values // vec))))

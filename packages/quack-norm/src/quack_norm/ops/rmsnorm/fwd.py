@@ -59,6 +59,7 @@ class RMSNormFwd(ReductionBase):
         self, mX, mW, mB, mR, mY, mH, mRstd, eps: Float32, weight_offset: Float32, rows: Int32
     ):
         tiling, align = const_expr(self.tiling), const_expr(self.spec.align)
+        weight_align = const_expr(self.spec.weight_align)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         thread, rank = self.thread_in_row(tid), block % tiling.cluster
@@ -74,8 +75,12 @@ class RMSNormFwd(ReductionBase):
 
         count = tiling.n - first if const_expr(tiling.cluster > 1) else Int32(tiling.n)
         place = (at, first, thread, pred, count if valid else Int32(0))
-        if const_expr(tiling.values <= HELD_VALUES and self.config.ctas_per_sm >= 0):
-            h, rW, rB = self._load(mX, mR, mW, mB, place)
+        if const_expr(tiling.values <= HELD_VALUES):
+            late = const_expr(mR is not None)  # fewer registers: more CTAs on an SM
+            rows = self._load((mX, mR), slice_pointer, align, place)
+            if const_expr(not late):
+                weights = self._load((mW, mB), weight_pointer, weight_align, place)
+            h = total(*rows)
             if const_expr(mH is not None):  # writes while other rows are read
                 store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
         else:
@@ -88,32 +93,23 @@ class RMSNormFwd(ReductionBase):
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
-        if const_expr(tiling.values <= HELD_VALUES and self.config.ctas_per_sm >= 0):
-            y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
+        if const_expr(tiling.values <= HELD_VALUES):
+            if const_expr(late):
+                weights = self._load((mW, mB), weight_pointer, weight_align, place)
+            y = scale(h, rstd, *weights, weight_offset, self.spec)
             store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
         else:
             self._scale(rH, mW, mB, mY, place, rstd, weight_offset)
 
-    def _load(self, mX, mR, mW, mB, place):
-        """h in float32, and weight and bias (vec, passes) or None."""
+    def _load(self, tensors, pointer, align: int, place) -> list:
+        """Vectors of a row of each operand in registers (vec, passes); None for an absent one."""
         at, first, thread, pred, _ = place
-        # All loads are under way before the first value is used.
-        rows = [
-            copy.load_vectors(pointer, self.tiling, thread, self.spec.align, pred)
-            for pointer in (slice_pointer(t, at, first) for t in (mX, mR) if t is not None)
-        ]
-        weights = [
+        return [
             None
             if tensor is None
-            else copy.load_vectors(
-                weight_pointer(tensor, at, first), self.tiling, thread, self.spec.weight_align, pred
-            )
-            for tensor in (mW, mB)
+            else copy.load_vectors(pointer(tensor, at, first), self.tiling, thread, align, pred)
+            for tensor in tensors
         ]
-        h = rows[0].load().to(Float32)
-        for row in rows[1:]:
-            h = h + row.load().to(Float32)
-        return h, *weights
 
     def _add(self, mX, mR, mH, place) -> cute.Tensor:
         """h in float32 registers (vec, passes), piece by piece; also written to residual_out."""
@@ -122,7 +118,7 @@ class RMSNormFwd(ReductionBase):
         rH = copy.make_registers(self.tiling, Float32)
         starts = [slice_pointer(t, at, first) + skip for t in (mX, mR) if t is not None]
         for p in range(self.tiling.passes):
-            if p % max(1, -self.config.ctas_per_sm) == 0: cute.arch.sync_warp()  # or else all loads come first, and spill
+            cute.arch.sync_warp()  # or else all loads come first, and spill
             index, end = Int32(p * self.tiling.step), count - skip
             h = [copy.load_piece(q, index, end, vec, align).load().to(Float32) for q in starts]
             h = h[0] if len(h) == 1 else h[0] + h[1]
@@ -137,7 +133,7 @@ class RMSNormFwd(ReductionBase):
         vec, align, skip = self.tiling.vec, self.spec.weight_align, self.tiling.start(thread)
         start = slice_pointer(mY, at, first) + skip
         for p in range(self.tiling.passes):
-            if p % max(1, -self.config.ctas_per_sm) == 0: cute.arch.sync_warp()  # or else all loads come first, and spill
+            cute.arch.sync_warp()  # or else all loads come first, and spill
             index, end = Int32(p * self.tiling.step), count - skip
             rW, rB = (
                 None
@@ -147,7 +143,7 @@ class RMSNormFwd(ReductionBase):
                 )
                 for tensor in (mW, mB)
             )
-            y = scale(rH[None, p].load() * rstd, rW, rB, weight_offset, self.spec.offset)
+            y = scale(rH[None, p].load(), rstd, rW, rB, weight_offset, self.spec)
             store_piece(y, start, index, end, self.spec.align, True)
 
 
@@ -182,11 +178,24 @@ def store_rstd(tensor: cute.Tensor, at: tuple[Int32, ...], value: Float32) -> No
     tensor[at if len(at) > 1 else at[0]] = value
 
 
-def scale(values, rW, rB, weight_offset: Float32, offset: bool):
-    """values * (weight + offset) + bias, in float32; absent operands are None."""
+def total(rX: cute.Tensor, rR: cute.Tensor | None) -> cute.TensorSSA:
+    """x, or x + residual, in float32."""
+    x = rX.load().to(Float32)
+    return x if rR is None else x + rR.load().to(Float32)
+
+
+def scale(h, rstd: Float32, rW, rB, weight_offset: Float32, spec: RMSNormFwdSpec):
+    """h * rstd * (weight + offset) + bias, in float32; absent operands are None."""
+    values = h * rstd
     if rW is not None:
         weight = rW.load().to(Float32)
-        values = values * (weight + weight_offset if offset else weight)
+        weight = weight + weight_offset if spec.offset else weight
+        if spec.out == "float32":  # one rounding for both products
+            factor = cute.full_like(values, 1.0) * rstd
+            lost = cute.math.fma(h, factor, -values)
+            values = cute.math.fma(values, weight, lost * weight)
+        else:
+            values = values * weight
     if rB is not None:
         values = values + rB.load().to(Float32)
     return values

@@ -19,7 +19,16 @@ from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import WARP
 
 from .config import FwdConfig
-from .fwd import arguments, coordinates, num_rows, scale, slice_pointer, store_row, store_rstd
+from .fwd import (
+    arguments,
+    coordinates,
+    num_rows,
+    scale,
+    slice_pointer,
+    store_row,
+    store_rstd,
+    total,
+)
 from .spec import RMSNormFwdSpec
 
 NO_ROW = -1
@@ -92,7 +101,7 @@ class RMSNormFwdRing(ReductionBase):
             grid=[cluster * groups, 1, 1],
             block=[self.config.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.config.min_blocks,
+            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -268,7 +277,7 @@ class RMSNormFwdRing(ReductionBase):
             rX = self._read(mX, ring.x, phase.stage, at, place)  # (vec, passes)
             rR = self._read(mR, ring.residual, phase.stage, at, place)
             barrier.arrive(ring.empty, phase)
-            h = value(rX, rR)
+            h = total(rX, rR)
             partial = thread_sum(h * h)
             if const_expr(mH is not None):
                 self._write(h, mH, at, place)
@@ -277,7 +286,7 @@ class RMSNormFwdRing(ReductionBase):
             if const_expr(mRstd is not None):
                 if tid == 0 and rank == 0:
                     store_rstd(mRstd, at, rstd)
-            y = scale(value(rX, rR) * rstd, rW, rB, weight_offset, self.spec.offset)
+            y = scale(total(rX, rR), rstd, rW, rB, weight_offset, self.spec)
             self._write(y, mY, at, place)
             step += 1
             phase = barrier.next_phase(phase, self.config.stages)
@@ -332,12 +341,6 @@ class RMSNormFwdRing(ReductionBase):
         registers = copy.make_registers(tiling, tensor.element_type)
         registers.store(values.to(tensor.element_type))
         copy.store_shifted(registers, pointer, tiling.start(tid // WARP * WARP), count)
-
-
-def value(rX: cute.Tensor, rR: cute.Tensor | None) -> cute.TensorSSA:
-    """x, or x + residual, in float32."""
-    x = rX.load().to(Float32)
-    return x if rR is None else x + rR.load().to(Float32)
 
 
 def bytes_beyond(pointer: cute.Pointer) -> Int32:

@@ -25,6 +25,7 @@ from .fwd import (
     slice_pointer,
     store_piece,
     store_rstd,
+    total,
     weight_pointer,
 )
 from .spec import RMSNormFwdSpec
@@ -103,7 +104,7 @@ class RMSNormFwdShifted(ReductionBase):
         sums = cute.make_rmem_tensor(vec, Float32)
         sums.fill(0.0)
         for p in cutlass.range_constexpr(tiling.passes):
-            h = self._value(rX, rR, p)
+            h = total(rX[p], None if rR is None else rR[p])
             sums.store(sums.load() + h * h)
         square_sum = meet(sums, sSum, thread, offset, self.row_in_cta(tid), tiling)
         self.join_cluster()
@@ -114,12 +115,12 @@ class RMSNormFwdShifted(ReductionBase):
                 store_rstd(mRstd, at, rstd)
 
         for p in cutlass.range_constexpr(tiling.passes):
-            h = self._value(rX, rR, p)
+            h = total(rX[p], None if rR is None else rR[p])
             if const_expr(mH is not None):
                 store_piece(h, slice_pointer(mH, at, first), indices[p], count, self.align)
             rW = self._weight(mW, at, first, indices[p])
             rB = self._weight(mB, at, first, indices[p])
-            y = scale(h * rstd, rW, rB, weight_offset, self.spec.offset)
+            y = scale(h, rstd, rW, rB, weight_offset, self.spec)
             store_piece(y, slice_pointer(mY, at, first), indices[p], count, self.align)
 
     @cute.jit
@@ -141,11 +142,6 @@ class RMSNormFwdShifted(ReductionBase):
         for piece, index in zip(pieces, indices, strict=True):
             copy.clear_outside(piece, index, count)
         return pieces
-
-    def _value(self, rX: list, rR: list | None, p: int) -> cute.TensorSSA:
-        """x, or x + residual, in float32: one pass."""
-        x = rX[p].load().to(Float32)
-        return x if rR is None else x + rR[p].load().to(Float32)
 
     def _weight(self, tensor, at, first: Int32, index: Int32):
         """Weight or bias at a piece; None if there is none."""

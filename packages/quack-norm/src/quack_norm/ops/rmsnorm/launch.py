@@ -20,6 +20,7 @@ from .check import MAX_ROWS
 Forward = tuple[Tensor, Tensor | None, Tensor | None]
 Backward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
+_empty_like = torch.empty_like  # a look-up less per call
 # The keys hold dtypes, ranks, N and flags. M is not among them, so their number is bounded.
 _forward: dict[tuple[Any, ...], prepare.Launcher] = {}
 _backward: dict[tuple[Any, ...], prepare.Launcher] = {}
@@ -86,7 +87,7 @@ def forward(
     if out is not None:
         y = out
     else:
-        y = torch.empty_like(x) if dense and out_dtype is None else _empty(x, dense, out_dtype)
+        y = _empty_like(x) if dense and out_dtype is None else _empty(x, dense, out_dtype)
     if residual_dtype is not None:
         h = _empty(x, dense, residual_dtype)
     if want_rstd:
