@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quack_core import arch, occupancy, torch_op
 from quack_core.jit import cache
-from quack_norm.ops.rmsnorm import config as configs
 from quack_norm.ops.rmsnorm import launch as launches
+from quack_norm.ops.rmsnorm import rules
 from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 from .norm import EPS, BwdBuffers, FwdBuffers, dtype_of
@@ -43,7 +43,7 @@ def spec_of(case: Case) -> RMSNormFwdSpec | RMSNormBwdSpec:
 
 def default_config(case: Case) -> Any:
     """The configuration that the rule chooses here."""
-    rule = configs.default_bwd if case.op == "rmsnorm_bwd" else configs.default_fwd
+    rule = rules.default_bwd if case.op == "rmsnorm_bwd" else rules.default_fwd
     return rule(spec_of(case), arch.detect())  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def config_variants(
     if tries:
         found = [made for fields in tries if (made := _changed(default, fields)) is not None]
     else:
-        found = list(configs.candidates(spec_of(case), arch.detect()))
+        found = list(rules.candidates(spec_of(case), arch.detect()))
     kept = [c for c in dict.fromkeys(found) if all(piece in str(c) for piece in wanted)]
     chosen = list(dict.fromkeys([default, *kept]))[: limit or None]
     return [

@@ -13,7 +13,8 @@ from quack_core.arch import Arch
 from quack_core.jit import cache, store
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
-from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig, default_bwd, default_fwd
+from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig
+from quack_norm.ops.rmsnorm.rules import default_bwd, default_fwd
 from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 Spec = RMSNormFwdSpec | RMSNormBwdSpec

@@ -16,7 +16,7 @@ def test_parse_names_what_is_no_shape(word: str) -> None:
 
 def test_forward_suite_has_every_row_once() -> None:
     cases = shapes.cases("norm_fwd")
-    assert len(set(cases)) == len(cases) == 2 * 19 + 1 + 3
+    assert len(set(cases)) == len(cases) == 2 * 20 + 1 + 3
     weights = {(case.shape, case.opt("w")) for case in cases if case.opt("residual") is None}
     assert {
         (shape, w) for shape in shapes.parse(shapes.NORM_FWD) for w in ("bf16", "fp32")

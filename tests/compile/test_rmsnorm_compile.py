@@ -15,7 +15,8 @@ from quack_core.arch import Arch
 from quack_core.errors import UnsupportedError
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin, ptx
-from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig, default_bwd, default_fwd
+from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig
+from quack_norm.ops.rmsnorm.rules import default_bwd, default_fwd
 from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
@@ -74,7 +75,12 @@ CASES = [
     fwd("long", 16384, **PRENORM),
     fwd("long and float32", 16384, F32, residual=F32, residual_out=F32),
     fwd("a vocabulary", 65536, rstd=True),
+    fwd("a row of 2880", 2880, weight=BF16),
+    fwd("a row of 5120", 5120, **EVERYTHING),
+    fwd("two more than a power of two", 4098, align=4),
     fwd("odd vocabulary", 65537, align=2, weight=BF16),
+    fwd("odd and over clusters", 50257, align=2, **EVERYTHING, **PRENORM),
+    fwd("clusters with misaligned rows", 65536, align=2),
     fwd("weight of half the size", 131072, weight=BF16),
     fwd("longest", 262144),
     fwd("longest and float32", 262144, F32),
@@ -141,6 +147,8 @@ def resource_faults(
 ) -> Iterator[str]:
     if facts.spills:
         yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
+    if facts.usage.registers > config.registers:
+        yield f"{facts.usage.registers} registers; {config.registers} let the CTAs on an SM"
     registers = facts.usage.registers_per_cta(config.num_threads)
     if registers > arch.registers_per_sm:
         used = f"{config.num_threads} threads of {facts.usage.registers} registers"
@@ -162,9 +170,11 @@ def access_faults(
         # dweight and dbias are written once a launch, in their own dtype and element by element
         if min(stores) < 32 and not getattr(spec, "column_sums", 0):
             yield f"narrow stores to global memory of aligned rows: {stores}"
-    # shifted rows move in whole chunks from any address; the others as wide as theirs allows
-    shifted = getattr(config, "shifted", False) and spec.in_phase
-    wanted = 128 if shifted else min(8 * spec.align, spec.vec * dtypes.width(spec.x))
+    # rings and shifted rows move in whole chunks from any address; the others as theirs allows
+    whole_chunks = isinstance(config, FwdConfig) and (
+        config.persistent or (config.shifted and spec.in_phase)
+    )
+    wanted = 128 if whole_chunks else min(8 * spec.align, spec.vec * dtypes.width(spec.x))
     for kind, found in (("loads from", loads), ("stores to", stores)):
         if wanted not in found:
             yield f"no {wanted}-bit {kind} global memory: {found}"
@@ -211,10 +221,11 @@ def test_limits_are_found() -> None:
     """Shared memory, registers and cluster size, on numbers alone."""
     facts = cubin.StaticFacts(cubin.Usage(registers=128), {}, exchanges=False)
     case, arch = fwd("ring", 65536), arches.get("sm120")
-    config = FwdConfig(1024, cluster=16, stages=16)
+    config = FwdConfig(512, cluster=16, stages=16)
     found = list(resource_faults(case, config, arch, facts))
     assert [line.split(";")[0] for line in found] == [
-        "1024 threads of 128 registers take 131072",
+        "128 registers",
+        "544 threads of 128 registers take 69632",
         f"{config.smem_bytes(case.spec)} bytes of shared memory",
         "a cluster of 16 CTAs",
     ]

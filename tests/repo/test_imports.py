@@ -50,7 +50,7 @@ def test_pure_modules_load_nothing_heavy(fresh_python):
     code = f"""
 import quack_core.arch, quack_core.dtypes, quack_core.env, quack_core.errors
 import quack_core.layout.algebra, quack_core.reduction.tiling
-import quack_norm.ops.rmsnorm.config, quack_norm.ops.rmsnorm.spec
+import quack_norm.ops.rmsnorm.config, quack_norm.ops.rmsnorm.rules, quack_norm.ops.rmsnorm.spec
 result = [name for name in {HEAVY} if name in sys.modules]
 """
     assert fresh_python(code) == []
@@ -114,7 +114,7 @@ for package in (quack_core, quack_norm):
             importlib.import_module(each.name)
 from quack_core import arch
 from quack_core.jit.compile import compile_kernel
-from quack_norm.ops.rmsnorm.config import default_fwd
+from quack_norm.ops.rmsnorm.rules import default_fwd
 from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 spec = RMSNormFwdSpec(n=1024, x="bfloat16", out="bfloat16")
 sm90 = arch.get("sm90")

@@ -4,7 +4,7 @@ import types
 import pytest
 
 from quack_core import arch, driver
-from quack_core.errors import ArchError, DeviceError
+from quack_core.errors import ArchError, DeviceError, ShapeError
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +150,41 @@ def test_the_device_of_the_current_context_is_asked_once(fake):
 def test_a_device_that_does_not_exist(fake):
     with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_DEVICE; set QUACK_ARCH"):
         arch.detect(2)
+
+
+# (threads, registers): CTAs, from 64 warps of 32 registers x 32 threads per SM in four partitions.
+@pytest.mark.parametrize(
+    ("threads", "registers", "ctas"),
+    [
+        (1024, 32, 2),
+        (1024, 64, 1),
+        (1024, 65, 0),
+        (256, 128, 2),
+        (256, 129, 1),
+        (256, 255, 1),
+        (128, 255, 2),
+        (32, 255, 8),  # two in each partition
+        (512, 40, 3),
+        (544, 96, 1),  # alone, 17 warps count as 20
+        (544, 97, 0),
+        (544, 56, 2),  # together, 34 warps share the partitions
+        (544, 57, 1),
+        (288, 72, 3),
+        (288, 73, 2),
+    ],
+)
+def test_ctas_by_registers(threads, registers, ctas):
+    assert arch.ctas_by_registers(65536, threads, registers) == ctas
+
+
+@pytest.mark.parametrize(
+    ("threads", "ctas", "most"),
+    [(512, 1, 128), (544, 1, 96), (544, 2, 56), (288, 3, 72), (256, 2, 128), (128, 1, 255)],
+)
+def test_most_registers(threads, ctas, most):
+    assert arch.most_registers(65536, threads, ctas) == most
+
+
+def test_most_registers_of_too_many_threads():
+    with pytest.raises(ShapeError, match="threads=1024, ctas=9"):
+        arch.most_registers(65536, 1024, 9)

@@ -100,7 +100,8 @@ def test_owner_does_not_depend_on_the_rows_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("n", "owner"), [(0, (0, 0, 0)), (8, (0, 1, 0)), (257, (0, 0, 9)), (1025, (0, 32, 1)), (4096, (1, 0, 0))]
+    ("n", "owner"),
+    [(0, (0, 0, 0)), (8, (0, 1, 0)), (257, (0, 0, 9)), (1025, (0, 32, 1)), (4096, (1, 0, 0))],
 )
 def test_owner_of_known_elements(n, owner):
     """vec 8, 128 threads: 256 columns per warp and pass, 1024 per warp, 4096 per CTA."""

@@ -161,6 +161,8 @@ def test_accesses_of_sass():
         /*0050*/ LDS.S8 R0, [R1] ;
         /*0060*/ LDL.64 R0, [R1] ;
         /*0070*/ STAS [R2.64], R5 ;
+        /*0080*/ UBLKCP.S.G [UR10], [UR6], UR13 ;
+        /*0090*/ UBLKCP.G.S [UR10], [UR6], UR13 ;
     """
     assert cubin.accesses(text) == {
         "LDG": {128: 1, 16: 1, 256: 1},
@@ -168,6 +170,7 @@ def test_accesses_of_sass():
         "STG": {32: 1},
         "LDS": {8: 1},
         "LDL": {64: 1},
+        "UBLKCP.S.G": {128: 1},
     }
     assert cubin.has(text, "STAS") and not cubin.has(text, "STG.E.128")
     assert not cubin.has("LDGSTSX", "LDGSTS")

@@ -12,7 +12,7 @@ from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import random
 from quack_norm.ops import rows
 from quack_norm.ops.rmsnorm import launch, reference
-from quack_norm.ops.rmsnorm.config import default_fwd
+from quack_norm.ops.rmsnorm.rules import default_fwd
 
 
 def test_alignment_and_offset_choose_kernels(kernel: Kernel) -> None:

@@ -22,7 +22,7 @@ from quack_core.errors import (
     UnsupportedError,
 )
 from quack_norm.ops.rmsnorm.api import rmsnorm
-from quack_norm.ops.rmsnorm.config import default_bwd, default_fwd
+from quack_norm.ops.rmsnorm.rules import default_bwd, default_fwd
 from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from quack_core import arch
 from quack_core.errors import UnsupportedError
-from quack_norm.ops.rmsnorm import config
+from quack_norm.ops.rmsnorm import config, rules
 from quack_norm.ops.rmsnorm.spec import MAX_N, RMSNormBwdSpec, RMSNormFwdSpec
 
 B, F = "bfloat16", "float32"
@@ -35,7 +35,7 @@ def backward(n: int, x: str, weight: str, **fields: object) -> RMSNormBwdSpec:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_defaults_fit(n: int, dtypes: tuple[str, str], gpu: arch.Arch) -> None:
     for spec in (forward(n, *dtypes), forward(n, *dtypes, residual=F, residual_out=F, bias=F)):
-        chosen = config.default_fwd(spec, gpu)
+        chosen = rules.default_fwd(spec, gpu)
         assert chosen.cluster <= gpu.max_cluster
         assert chosen.smem_bytes(spec) <= gpu.smem_bytes
         assert chosen.num_threads * chosen.registers <= gpu.registers_per_sm
@@ -43,7 +43,7 @@ def test_defaults_fit(n: int, dtypes: tuple[str, str], gpu: arch.Arch) -> None:
     spec = backward(n, *dtypes)
     if gpu is arch.SM120 and n > 131072:
         return  # see below
-    chosen = config.default_bwd(spec, gpu)
+    chosen = rules.default_bwd(spec, gpu)
     assert chosen.cluster <= gpu.max_cluster
     assert chosen.ctas_per_sm * (chosen.smem_bytes(spec) + 1024) <= gpu.smem_per_sm
     assert chosen.tiling(spec).cols * chosen.split >= n
@@ -56,19 +56,19 @@ def test_address_and_stride_do_not_change_the_tiling(n: int, gpu: arch.Arch) -> 
     """Batch invariance: a row has the same bits wherever it lies (contracts: the reduction tree)."""
     added = {"residual": B, "residual_out": F, "bias": F}
     for spec in (forward(n, B, B), forward(n, B, F), forward(n, F, F), forward(n, B, F, **added)):
-        tiling = config.default_fwd(spec, gpu).tiling(spec)
+        tiling = rules.default_fwd(spec, gpu).tiling(spec)
         for other in (2, 4, 8, 16):
             for in_phase in (True, False):
                 moved = dataclasses.replace(
                     spec, align=other, weight_align=other, in_phase=in_phase
                 )
-                assert config.default_fwd(moved, gpu).tiling(moved) == tiling
+                assert rules.default_fwd(moved, gpu).tiling(moved) == tiling
 
 
 @pytest.mark.parametrize("n", [8192, 16384, 65536, MAX_N])
 def test_few_rows_take_the_same_tiling(n: int) -> None:
     spec = forward(n, B, F)
-    chosen = config.default_fwd(spec, arch.SM90)
+    chosen = rules.default_fwd(spec, arch.SM90)
     assert chosen.persistent and not chosen.one_tile().persistent
     assert chosen.one_tile().tiling(spec) == chosen.tiling(spec)
 
@@ -79,24 +79,23 @@ def test_groups_are_what_is_resident_or_the_rows() -> None:
     assert [ring.groups(spec, rows, 1, 132) for rows in (1, 100, 132, 9999)] == [1, 100, 132, 132]
 
 
-
 @by_arch
 @pytest.mark.parametrize("n", [128, 4096, 4095, 16384, 65536])
 def test_candidates_fit_and_begin_with_the_default(n: int, gpu: arch.Arch) -> None:
     spec, other = forward(n, B, F), backward(n, B, F)
-    ahead, back = config.candidates(spec, gpu), config.candidates(other, gpu)
-    assert ahead[0] == config.default_fwd(spec, gpu) and back[0] == config.default_bwd(other, gpu)
+    ahead, back = rules.candidates(spec, gpu), rules.candidates(other, gpu)
+    assert ahead[0] == rules.default_fwd(spec, gpu) and back[0] == rules.default_bwd(other, gpu)
     assert len(set(ahead)) == len(ahead) > 1 and len(set(back)) == len(back) > 1
-    assert all(config.fits_fwd(each, spec, gpu) for each in ahead)
-    assert all(config.fits_bwd(each, other, gpu) for each in back)
+    assert all(rules.fits_fwd(each, spec, gpu) for each in ahead)
+    assert all(rules.fits_bwd(each, other, gpu) for each in back)
 
 
 @pytest.mark.parametrize("n", [131080, 262139, MAX_N])
 def test_what_no_configuration_serves_says_so(n: int) -> None:
     spec = backward(n, F, F, dbias=F)
-    assert config.default_bwd(spec, arch.SM90).split == 16
+    assert rules.default_bwd(spec, arch.SM90).split == 16
     with pytest.raises(UnsupportedError, match=f"n={n} on sm120"):
-        config.default_bwd(spec, arch.SM120)
+        rules.default_bwd(spec, arch.SM120)
 
 
 @pytest.mark.parametrize(

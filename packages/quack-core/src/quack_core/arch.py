@@ -4,7 +4,11 @@ import functools
 from dataclasses import dataclass
 
 from quack_core import driver, env
-from quack_core.errors import ArchError, DeviceError
+from quack_core.errors import ArchError, DeviceError, ShapeError
+
+WARP = 32
+SM_PARTITIONS = 4
+REGISTER_UNIT = 256
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,37 @@ def _of_device(device_index: int) -> Arch:
         )
     )
     return from_capability((major, minor))
+
+
+def ctas_by_registers(registers_per_sm: int, threads: int, registers: int) -> int:
+    """CTAs that the registers of one SM hold.
+
+    Registers go to whole warps in units of 256, each warp in one of four partitions. A CTA by
+    itself must fit as if it had a multiple of four warps; several share the partitions evenly.
+
+    Args:
+        registers_per_sm: 32-bit registers of the SM.
+        threads: threads of a CTA.
+        registers: registers of a thread, at least 1.
+
+    Source: the occupancy calculator of the CUDA toolkit.
+    """
+    warps = -(-threads // WARP)
+    warp_registers = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    warps_per_partition = registers_per_sm // SM_PARTITIONS // warp_registers
+    if warps_per_partition < -(-warps // SM_PARTITIONS):
+        return 0
+    return warps_per_partition * SM_PARTITIONS // warps
+
+
+def most_registers(registers_per_sm: int, threads: int, ctas: int) -> int:
+    """Registers that a thread may have so that ``ctas`` CTAs fit on an SM; at most 255.
+
+    Raises:
+        ShapeError: so many threads fit with no number of registers.
+    """
+    unit = REGISTER_UNIT // WARP
+    for registers in (255, *range(256 - unit, 0, -unit)):
+        if ctas_by_registers(registers_per_sm, threads, registers) >= ctas:
+            return registers
+    raise ShapeError(f"threads={threads}, ctas={ctas}: an SM does not hold them")

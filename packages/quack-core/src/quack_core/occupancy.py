@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from quack_core import driver
+from quack_core.arch import ctas_by_registers
 from quack_core.errors import ShapeError
 
-WARP = 32
-SM_PARTITIONS = 4
-REGISTER_UNIT = 256
 SMEM_UNIT = 128
 
 # The driver compiles this for any GPU from SM90 on. It holds next to no registers, so threads,
@@ -61,40 +59,6 @@ def resident_clusters(
         smem_bytes = max(smem_bytes, _smem_that_admits(ctas, limits))
     with driver.primary_context(device_index), _loaded_probe(api) as probe:
         return _count(api, probe, limits["sms"], cluster, threads, smem_bytes)
-
-
-def ctas_by_registers(registers_per_sm: int, threads: int, registers: int) -> int:
-    """CTAs that the registers of one SM hold.
-
-    Registers go to whole warps in units of 256, each warp in one of four partitions. A CTA by
-    itself must fit as if it had a multiple of four warps; several share the partitions evenly.
-
-    Args:
-        registers_per_sm: 32-bit registers of the SM.
-        threads: threads of a CTA.
-        registers: registers of a thread, at least 1.
-
-    Source: the occupancy calculator of the CUDA toolkit.
-    """
-    warps = -(-threads // WARP)
-    warp_registers = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
-    warps_per_partition = registers_per_sm // SM_PARTITIONS // warp_registers
-    if warps_per_partition < -(-warps // SM_PARTITIONS):
-        return 0
-    return warps_per_partition * SM_PARTITIONS // warps
-
-
-def most_registers(registers_per_sm: int, threads: int, ctas: int) -> int:
-    """Registers that a thread may have so that ``ctas`` CTAs fit on an SM; at most 255.
-
-    Raises:
-        ShapeError: so many threads fit with no number of registers.
-    """
-    unit = REGISTER_UNIT // WARP
-    for registers in (255, *range(256 - unit, 0, -unit)):
-        if ctas_by_registers(registers_per_sm, threads, registers) >= ctas:
-            return registers
-    raise ShapeError(f"threads={threads}, ctas={ctas}: an SM does not hold them")
 
 
 def _smem_that_admits(ctas: int, limits: dict[str, int]) -> int:

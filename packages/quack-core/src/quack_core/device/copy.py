@@ -307,9 +307,7 @@ def store_shifted(
         padding = [Uint32(0)] * WORDS  # never reached: the distance is at most 16 bytes
         piece = _from_words(_shift(before + own + padding, distance, 2 * CHUNK)[:num_words], dtype)
         place = (p * WARP + lane) * vec - offset
-        if const_expr(p < passes):
-            store_piece(piece, start, place, left, CHUNK)
-        elif lane == 0:
+        if const_expr(p < passes) or lane == 0:
             store_piece(piece, start, place, left, CHUNK)
 
 

@@ -36,8 +36,7 @@ class RowTiling:
         threads = self.threads_per_row
         if threads < 1 or (threads % WARP and threads.bit_count() != 1):
             raise ValueError(
-                f"threads_per_row={threads}: must be a multiple of {WARP}, or a power "
-                "of two below"
+                f"threads_per_row={threads}: must be a multiple of {WARP}, or a power of two below"
             )
         if self.num_threads % WARP or not WARP <= self.num_threads <= 1024:
             raise ValueError(f"{self.num_threads} threads: must be a multiple of 32 up to 1024")

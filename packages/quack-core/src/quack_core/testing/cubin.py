@@ -21,7 +21,8 @@ _SIZED_VALUE = 4  # form of an attribute: a 16-bit size, and that many bytes fol
 _SYMBOL_BYTES = 24
 _SECTION = "<IIQQQQIIQQ"  # name, type, flags, address, offset, size, link, ...
 
-_GLOBAL_LOADS = ("LDG", "LDGSTS")
+_GLOBAL_LOADS = ("LDG", "LDGSTS", "UBLKCP.S.G")
+_BULK_BITS = 128  # bulk copies move 16-byte blocks
 _LOCAL = ("LDL", "STL")
 _ACCESS = re.compile(r"\b(LDGSTS|LDG|STG|LDS|STS|LDL|STL|ATOMG|REDG|RED)\b((?:\.\w+)*)")
 
@@ -117,11 +118,13 @@ def accesses(text: str) -> dict[str, collections.Counter[int]]:
     """Memory instructions in SASS: {instruction: {bits of one access: count}}.
 
     Instructions are LDG, LDGSTS, STG (global), LDS, STS (shared), LDL, STL (local), ATOMG, REDG and
-    RED (atomics).
+    RED (atomics), and UBLKCP.S.G (bulk copies from global to shared memory).
     """
     found: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
     for name, suffixes in _ACCESS.findall(text):
         found[name][_access_bits(suffixes.split("."))] += 1
+    if bulk := len(re.findall(r"\bUBLKCP\.S\.G\b", text)):
+        found["UBLKCP.S.G"][_BULK_BITS] = bulk
     return dict(found)
 
 
@@ -152,7 +155,7 @@ class StaticFacts:
 
     @property
     def load_bits(self) -> set[int]:
-        """Widths of the loads from global memory, cp.async included."""
+        """Widths of the loads from global memory, cp.async and bulk copies included."""
         return {bits for name in _GLOBAL_LOADS for bits in self.accesses.get(name, ())}
 
     @property

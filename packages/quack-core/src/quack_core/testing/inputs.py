@@ -138,5 +138,6 @@ def _empty_view(values: Tensor, layout: Layout) -> Tensor:
             offset = 1 if layout is Layout.ODD_OFFSET else _GAP
             size = math.prod(shape)
             return storage(size + 2 * _GAP)[offset : offset + size].view(shape)
-        case _:
-            return storage(*shape)
+        case _:  # what lies behind the last element is NaN too
+            size = math.prod(shape)
+            return storage(size + _GAP)[:size].view(shape)

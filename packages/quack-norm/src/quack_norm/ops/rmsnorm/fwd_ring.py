@@ -76,7 +76,7 @@ class RMSNormFwdRing(ReductionBase):
     def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
         super().__init__(config.tiling(spec), buffers=2, barrier=Barrier.REDUCE)
         self.spec, self.config = spec, config
-        self.shifted = not (spec.align == copy.CHUNK and spec.n % self.tiling.vec == 0)
+        self.shifted = spec.odd or spec.align < copy.CHUNK
         self.tickets = config.stages + 2  # row numbers that may be under way in a cluster
 
     @cute.jit
@@ -129,10 +129,11 @@ class RMSNormFwdRing(ReductionBase):
         ring = self._ring(smem, mX, mR)
         exchange = self.allocate(smem)
         tickets = smem.allocate_tensor(Int32, cute.make_layout(self.tickets), byte_alignment=16)
-        drawn = barrier.allocate_mbarriers(smem, self.tickets)
+        drawn = barrier.allocate_mbarriers(smem, self.tickets)  # both: for clusters
         barrier.init_mbarriers(ring.full, self.config.stages, 1, tid)
         barrier.init_mbarriers(ring.empty, self.config.stages, self.tiling.warps_per_row, tid)
-        barrier.init_mbarriers(drawn, self.tickets, 1, tid)
+        if const_expr(self.tiling.cluster > 1):
+            barrier.init_mbarriers(drawn, self.tickets, 1, tid)
         self.start_cluster(exchange, tid)
         self.join_cluster()
         cute.arch.sync_threads()
@@ -220,7 +221,13 @@ class RMSNormFwdRing(ReductionBase):
 
     @cute.jit
     def _next_row(
-        self, ticket: Int32, rows: Int32, tickets: cute.Tensor, drawn: cute.Pointer, slot, rank: Int32
+        self,
+        ticket: Int32,
+        rows: Int32,
+        tickets: cute.Tensor,
+        drawn: cute.Pointer,
+        slot,
+        rank: Int32,
     ) -> Int32:
         """The row that lane 0 of CTA 0 drew, in every CTA of the cluster."""
         if ticket >= rows:

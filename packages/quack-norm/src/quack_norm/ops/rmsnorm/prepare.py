@@ -13,7 +13,7 @@ from quack_core import arch, dtypes, occupancy, torch_op, torch_workspace
 from quack_core.jit import cache
 from quack_norm.ops import rows
 
-from . import config
+from . import config, rules
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec, full_vector
 
 Launcher = Callable[..., None]
@@ -160,7 +160,7 @@ def backward(
 def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     """The kernel, with groups and state if its CTAs stay."""
     target = arch.detect(device)
-    chosen = config.default_fwd(spec, target)
+    chosen = rules.default_fwd(spec, target)
     if not chosen.persistent:
         return _on_device(cache.load(chosen.module, spec, chosen, target), device)
     return _on_device(_staying(spec, chosen, device), device)
@@ -169,7 +169,6 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
 def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Launcher:
     """A kernel whose CTAs stay; where each would have one tile, the one of the same bits."""
     target, single = arch.detect(device), chosen.one_tile()
-    whole = spec.vec == spec.full_vector  # or else the other kernel has another tiling
 
     @functools.cache
     def kernel(few: bool) -> Launcher:
@@ -185,7 +184,7 @@ def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Lau
         return chosen.groups(spec, rows, 1, resident)
 
     def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
-        few = whole and rows <= resident
+        few = not spec.odd and rows <= resident  # odd rows have another tiling there
         state = None if few else counters(device, ints)
         operands = (x, weight, bias, residual, out, h, rstd, state)
         kernel(few)(*operands, eps, offset, groups(rows))
@@ -196,7 +195,7 @@ def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Lau
 def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
     """The kernel, with scratch, state and groups."""
     target = arch.detect(device)
-    chosen = config.default_bwd(spec, target)
+    chosen = rules.default_bwd(spec, target)
     function = cache.load(chosen.module, spec, chosen, target)
     resident, sums = _resident(device, spec, chosen), spec.column_sums
     counters = torch_workspace.counters

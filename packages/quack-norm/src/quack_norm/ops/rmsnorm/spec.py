@@ -56,6 +56,11 @@ class RMSNormFwdSpec:
         return math.gcd(self.full_vector, self.n)
 
     @property
+    def odd(self) -> bool:
+        """Whether a row is no whole number of full vectors."""
+        return self.vec < self.full_vector
+
+    @property
     def name(self) -> str:
         """Kernel name, as profilers show it."""
         return f"rmsnorm_fwd_{dtypes.short(self.x)}_n{self.n}"
