@@ -9,7 +9,7 @@ from quack_core.reduction.tiling import WARP, RowTiling
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 HELD_VALUES = 32
-"""Elements that a thread of the one-tile kernel may hold."""
+"""Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
 REGISTERS = 65536
 """Of an SM."""
 
@@ -25,9 +25,7 @@ class FwdConfig:
         shifted: threads own 16-byte pieces of memory instead of vectors of the row; of one tile.
         stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
             this many rows in flight, which one more warp fetches.
-        ctas_per_sm: CTAs that should be on an SM together; 0: as many as fit.
-        held: threads of the one-tile kernel keep their elements in registers; else they read them
-            twice, one vector at a time, and few registers allow many CTAs.
+        ctas_per_sm: CTAs that should stay on an SM together; 0: as many as fit.
     """
 
     threads_per_row: int
@@ -36,7 +34,6 @@ class FwdConfig:
     shifted: bool = False
     stages: int = 0
     ctas_per_sm: int = 0
-    held: bool = True
 
     @property
     def module(self) -> str:
@@ -72,8 +69,8 @@ class FwdConfig:
         return blocks
 
     def one_tile(self) -> "FwdConfig":
-        """The same tiling, hence the same bits, with a CTA per tile that reads once: for few rows."""
-        return replace(self, stages=0, ctas_per_sm=0, held=True)
+        """The same tiling, hence the same bits, with a CTA per tile: for few rows."""
+        return replace(self, stages=0, ctas_per_sm=0)
 
     def tiling(self, spec: RMSNormFwdSpec) -> RowTiling:
         n, vec = spec.n, spec.vec

@@ -11,22 +11,17 @@ from quack_core.device.reduce import thread_sum
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.base import ReductionBase
 
-from .config import FwdConfig
+from .config import HELD_VALUES, FwdConfig
 from .spec import RMSNormFwdSpec
-
-SMEM_PERCENT = 10
-"""Of an SM's memory; the rest is L1, from which rows are read again."""
 
 
 class RMSNormFwd(ReductionBase):
     """A CTA, or a cluster of CTAs that share the columns, normalises ``rows_per_cta`` rows.
 
-    Threads: ``threads_per_row`` per row and CTA, each holding its part of the row in registers, or
-    (``config.held`` false) reading it twice, piece by piece.
+    Threads: ``threads_per_row`` per row and CTA, each holding its part of the row in registers.
     Shared memory: partial sums.
     Synchronises: nothing if a row fits a warp, else one barrier or one phase of an mbarrier.
-    Traffic: every operand once, or x and residual a second time from L1; weight and bias once per
-    row, from L1 or L2.
+    Traffic: every operand once; weight and bias once per row, from L1 or L2.
     """
 
     def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
@@ -56,8 +51,6 @@ class RMSNormFwd(ReductionBase):
             grid=[cluster * cute.ceil_div(rows, self.tiling.rows_per_cta), 1, 1],
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.config.ctas_per_sm,
-            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.config.ctas_per_sm) else None,
             stream=stream,
         )
 
@@ -82,31 +75,31 @@ class RMSNormFwd(ReductionBase):
 
         count = tiling.n - first if const_expr(tiling.cluster > 1) else Int32(tiling.n)
         place = (at, first, thread, pred, count if valid else Int32(0))
-        held, late = const_expr(self.config.held), const_expr(mR is not None)
-        if const_expr(held):
+        if const_expr(tiling.values <= HELD_VALUES):
+            late = const_expr(mR is not None)  # fewer registers: more CTAs on an SM
             rows = self._load((mX, mR), slice_pointer, align, place)
             if const_expr(not late):
                 weights = self._load((mW, mB), weight_pointer, weight_align, place)
             h = total(*rows)
             if const_expr(mH is not None):  # writes while other rows are read
                 store_row(h, slice_pointer(mH, at, first), tiling, thread, align, pred)
-            partial = thread_sum(h * h)
         else:
-            partial = self._square_sum(mX, mR, mH, place)
+            rH = self._add(mX, mR, mH, place)
+            h = rH.load()
 
         self.join_cluster()
-        (square_sum,) = self.reduce((partial,), exchange, tid, Int32(0))
+        (square_sum,) = self.reduce((thread_sum(h * h),), exchange, tid, Int32(0))
         rstd = fast_math.rsqrt(square_sum * (1 / tiling.n) + eps)
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
                 store_rstd(mRstd, at, rstd)
-        if const_expr(held):
-            if const_expr(late):  # fewer registers: more CTAs on an SM
+        if const_expr(tiling.values <= HELD_VALUES):
+            if const_expr(late):
                 weights = self._load((mW, mB), weight_pointer, weight_align, place)
             y = scale(h, rstd, *weights, weight_offset, self.spec)
             store_row(y, slice_pointer(mY, at, first), tiling, thread, align, pred)
         else:
-            self._scale(mX, mR, mW, mB, mY, place, rstd, weight_offset)
+            self._scale(rH, mW, mB, mY, place, rstd, weight_offset)
 
     def _load(self, tensors, pointer, align: int, place) -> list:
         """Vectors of a row of each operand in registers (vec, passes); None for an absent one."""
@@ -118,37 +111,30 @@ class RMSNormFwd(ReductionBase):
             for tensor in tensors
         ]
 
-    def _pieces(self, mX, mR, place):
-        """(element, end, h in float32) of the thread's vectors, one after the other.
-
-        Elements count from the thread's first one: constants fold into the instructions.
-        """
+    def _add(self, mX, mR, mH, place) -> cute.Tensor:
+        """h in float32 registers (vec, passes), piece by piece; also written to residual_out."""
         at, first, thread, _, count = place
         vec, align, skip = self.tiling.vec, self.spec.align, self.tiling.start(thread)
+        rH = copy.make_registers(self.tiling, Float32)
         starts = [slice_pointer(t, at, first) + skip for t in (mX, mR) if t is not None]
         for p in range(self.tiling.passes):
-            cute.arch.sync_warp()  # or else all loads come first
+            cute.arch.sync_warp()  # or else all loads come first, and spill
             index, end = Int32(p * self.tiling.step), count - skip
             h = [copy.load_piece(q, index, end, vec, align).load().to(Float32) for q in starts]
-            yield index, end, h[0] if len(h) == 1 else h[0] + h[1]
-
-    def _square_sum(self, mX, mR, mH, place) -> Float32:
-        """The thread's part of the sum of squares, in the order of ``thread_sum``."""
-        at, first, thread, _, _ = place
-        skip, partial = self.tiling.start(thread), Float32(0.0)
-        for index, end, h in self._pieces(mX, mR, place):
-            partial = (h * h).reduce(cute.ReductionOp.ADD, partial, 0)
+            h = h[0] if len(h) == 1 else h[0] + h[1]
+            rH[None, p].store(h)
             if mH is not None:
-                start = slice_pointer(mH, at, first) + skip
-                store_piece(h, start, index, end, self.spec.align, True)
-        return partial
+                store_piece(h, slice_pointer(mH, at, first) + skip, index, end, align, True)
+        return rH
 
-    def _scale(self, mX, mR, mW, mB, mY, place, rstd: Float32, weight_offset: Float32) -> None:
+    def _scale(self, rH, mW, mB, mY, place, rstd: Float32, weight_offset: Float32) -> None:
         """Write h * rstd * weight + bias, piece by piece."""
-        at, first, thread, _, _ = place
+        at, first, thread, _, count = place
         vec, align, skip = self.tiling.vec, self.spec.weight_align, self.tiling.start(thread)
         start = slice_pointer(mY, at, first) + skip
-        for index, end, h in self._pieces(mX, mR, place):
+        for p in range(self.tiling.passes):
+            cute.arch.sync_warp()  # or else all loads come first, and spill
+            index, end = Int32(p * self.tiling.step), count - skip
             rW, rB = (
                 None
                 if tensor is None
@@ -157,7 +143,7 @@ class RMSNormFwd(ReductionBase):
                 )
                 for tensor in (mW, mB)
             )
-            y = scale(h, rstd, rW, rB, weight_offset, self.spec)
+            y = scale(rH[None, p].load(), rstd, rW, rB, weight_offset, self.spec)
             store_piece(y, start, index, end, self.spec.align, True)
 
 

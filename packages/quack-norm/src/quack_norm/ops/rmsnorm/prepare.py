@@ -161,13 +161,13 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     """The kernel, with groups and state if its CTAs stay."""
     target = arch.detect(device)
     chosen = rules.default_fwd(spec, target)
-    if chosen.held and not chosen.persistent:
+    if not chosen.persistent:
         return _on_device(cache.load(chosen.module, spec, chosen, target), device)
-    return _on_device(_for_many_rows(spec, chosen, device), device)
+    return _on_device(_staying(spec, chosen, device), device)
 
 
-def _for_many_rows(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Launcher:
-    """A kernel for more rows than fit the device at once; for few, the one of the same bits."""
+def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Launcher:
+    """A kernel whose CTAs stay; where each would have one tile, the one of the same bits."""
     target, single = arch.detect(device), chosen.one_tile()
 
     @functools.cache
@@ -185,7 +185,7 @@ def _for_many_rows(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) 
 
     def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
         few = not spec.odd and rows <= resident  # odd rows have another tiling there
-        state = None if few or not ints else counters(device, ints)
+        state = None if few else counters(device, ints)
         operands = (x, weight, bias, residual, out, h, rstd, state)
         kernel(few)(*operands, eps, offset, groups(rows))
 

@@ -26,8 +26,6 @@ MIN_ODD_RING = 7680
 """The same in bytes, for rows that are no whole number of vectors."""
 MIN_ADDED_RING = 16 * KB + 1
 """The same in bytes, where a residual is added."""
-LONGEST = 32768
-"""Elements of a CTA where nothing else holds a row."""
 RING_BYTES = 48 * KB
 """Rows under way on an SM: more or less costs up to a tenth."""
 
@@ -40,7 +38,7 @@ def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
     """
     # Address and strides must not decide on the tiling, hence on the bits.
     best = replace(spec, align=16, weight_align=16, in_phase=True)
-    for config in _ranked_fwd(best, arch):
+    for config in _ranked_fwd(best):
         if fits_fwd(config, best, arch):
             return config
     raise _unsupported("forward", spec.n, arch)
@@ -65,10 +63,8 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
         if ctas * (config.smem_bytes(spec) + KB) > arch.smem_per_sm:
             return False
     values = config.tiling(spec).values
-    if not config.held:  # a vector of each operand
-        held = [spec.x, spec.residual, spec.weight, spec.bias]
-        words = sum(dtypes.width(name) / 32 for name in held if name)
-        return spec.vec * words <= config.registers - 20
+    if values > HELD_VALUES and not config.shifted:  # h alone is held, in float32
+        return values <= config.registers - 72
     if config.shifted:  # x and residual are held as they are, and a vector of sums
         held = [spec.x, spec.residual]
         words = sum(dtypes.width(name) / 32 for name in held if name)
@@ -77,29 +73,22 @@ def fits_fwd(config: FwdConfig, spec: RMSNormFwdSpec, arch: Arch) -> bool:
         held = [spec.x, spec.residual, spec.weight, spec.bias]
         words = sum(dtypes.width(name) / 32 for name in held if name)
         return values * words <= config.registers - (44 if spec.odd else 40)
-    if values > HELD_VALUES:
-        return False
     words = 1 + (dtypes.width(spec.residual) / 32 if spec.residual else 0)  # x becomes float32
     return values * words <= config.registers - 32
 
 
-def _ranked_fwd(spec: RMSNormFwdSpec, arch: Arch) -> Iterator[FwdConfig]:
+def _ranked_fwd(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
     """Configurations that could serve, best first."""
-    if _rereads(spec):
-        threads = _threads(spec.n, spec.vec, 16)
-        for quarters in (4, 3, 2):
-            ctas = arch.max_threads_per_sm * quarters // 4 // threads
-            yield FwdConfig(threads, ctas_per_sm=ctas, held=False)
     if not spec.per_head and _stays(spec):
         yield from _odd_rings(spec) if spec.odd else _rings(spec)
     if spec.odd and spec.n >= MIN_SHIFTED:
         yield from _shifted(spec)
-    for values in (8, 16, 32) if spec.n <= 1024 else (16, 32):
-        for cluster in clusters(spec.n, 512 * values):
-            threads = _threads(-(-spec.n // cluster), spec.vec, values, high=512)
+    first = 8 if spec.n <= 1024 else 32 if spec.residual and spec.n > 2048 else 16
+    for values in (first, *(v for v in (16, 32, 128) if v > first)):
+        most = 512 if values <= HELD_VALUES else 256
+        for cluster in clusters(spec.n, most * values):
+            threads = _threads(-(-spec.n // cluster), spec.vec, values, high=most)
             yield FwdConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
-    for cluster in clusters(spec.n, LONGEST):
-        yield FwdConfig(256, 1, cluster, held=False)
 
 
 def _shifted(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
@@ -110,12 +99,6 @@ def _shifted(spec: RMSNormFwdSpec) -> Iterator[FwdConfig]:
         rows = max(1, 128 // threads) if cluster == 1 else 1
         yield FwdConfig(threads, rows, cluster, True, ctas_per_sm=512 // (threads * rows))
         yield FwdConfig(threads, rows, cluster, True)
-
-
-def _rereads(spec: RMSNormFwdSpec) -> bool:
-    """Whether rows are best read twice: the second time from L1, by as many threads as an SM has."""
-    row_bytes = spec.n * dtypes.width(spec.x) // 8
-    return not spec.odd and (8 * KB if spec.residual else 12 * KB + 1) <= row_bytes <= 16 * KB
 
 
 def _stays(spec: RMSNormFwdSpec) -> bool:
