@@ -31,7 +31,7 @@ PURE = {
     "quack_core.reduction",
     "quack_core.reduction.tiling",
 }
-PURE_NAMES = {"config", "spec"}  # of every operator
+PURE_NAMES = {"config", "rules", "spec"}  # of every operator
 WITH_TORCH = {"quack_core.torch_op", "quack_core.torch_workspace", "quack_core.testing"}
 VAGUE = {"common", "helpers", "misc", "util", "utils"}
 

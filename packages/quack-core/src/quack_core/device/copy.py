@@ -88,15 +88,16 @@ def load_vectors(
     thread: Int32,
     align: cutlass.Constexpr[int],
     pred: cute.Tensor | None = None,
+    fill: cutlass.Constexpr[float] = 0,
 ) -> cute.Tensor:
-    """The vectors of a thread into registers (vec, passes); zeros where ``pred`` is false."""
+    """The vectors of a thread into registers (vec, passes); ``fill`` where ``pred`` is false."""
     source = vector_view(pointer, tiling, thread, align)
     registers = make_registers(tiling, pointer.dtype)
     atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
     if const_expr(pred is None):
         cute.copy(atom, source, register_view(registers, source))
     else:
-        registers.fill(0)
+        registers.fill(fill)
         cute.copy(atom, source, register_view(registers, source), pred=_spread(pred, source))
     return registers
 
@@ -187,19 +188,20 @@ def load_piece(
     count: Int32,
     vec: cutlass.Constexpr[int],
     align: cutlass.Constexpr[int],
+    fill: cutlass.Constexpr[float] = 0,
 ) -> cute.Tensor:
     """Elements ``index`` to ``index + vec`` of a row in global memory: registers (vec,).
 
     An access takes place if it meets an element ``0 <= e < count``; then all of it is read, which
     is safe where ``align`` is 16: 16 aligned bytes never straddle the end of an allocation.
-    Elements outside hold anything: ``clear_outside``.
+    Elements outside hold anything (``clear_outside``), or ``fill`` where no access took place.
 
     Args:
         align: bytes that divide the address of element ``index``.
     """
     source = piece_view(pointer, index, vec, align)
     registers = cute.make_rmem_tensor(vec, pointer.dtype)
-    registers.fill(0)
+    registers.fill(fill)
     target = cute.make_tensor(registers.iterator, cute.make_layout(source.shape))
     pred = piece_predicate(pointer, index, count, vec, align)
     atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
@@ -208,13 +210,15 @@ def load_piece(
 
 
 @cute.jit
-def clear_outside(registers: cute.Tensor, index: Int32, count: Int32) -> None:
-    """Set the elements of a piece that lie outside ``0 <= e < count`` to zero."""
+def clear_outside(
+    registers: cute.Tensor, index: Int32, count: Int32, fill: cutlass.Constexpr[float] = 0
+) -> None:
+    """Set the elements of a piece that lie outside ``0 <= e < count`` to ``fill``."""
     vec = const_expr(cute.size(registers))
     if index < 0 or index + vec > count:
         for v in cutlass.range_constexpr(vec):
             if index + v < 0 or index + v >= count:
-                registers[v] = registers.element_type(0)
+                registers[v] = registers.element_type(fill)
 
 
 @cute.jit

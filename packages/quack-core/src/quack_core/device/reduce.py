@@ -5,6 +5,7 @@ maximum with the sum of exponentials that belongs to it. All trees are fixed by 
 threads; every thread receives the same bits.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,19 +51,25 @@ def _max(a: Partial, b: Partial) -> Partial:
 
 
 @cute.jit
-def _online(a: Partial, b: Partial) -> Partial:
+def _online(a: Partial, b: Partial, factor: float) -> Partial:
     largest = cutlass.max(a[0], b[0])
     # A maximum of -inf on both sides: subtract 0, so that no inf - inf makes a NaN.
     shift = Float32(0.0) if largest == Float32(-math.inf) else largest
-    scaled = tuple(v[1] * fast_math.exp2(v[0] - shift) for v in (a, b))
+    scaled = tuple(v[1] * fast_math.exp2(_times(v[0] - shift, factor)) for v in (a, b))
     return largest, scaled[0] + scaled[1]
+
+
+def _times(value, factor: float):
+    return value if factor == 1.0 else value * Float32(factor)
 
 
 SUM = Reduction((0.0,), _add)
 SUM2 = Reduction((0.0, 0.0), _add)
 MAX = Reduction((-math.inf,), _max)
-ONLINE_MAX_SUM = Reduction((-math.inf, 0.0), _online)
+ONLINE_MAX_SUM = Reduction((-math.inf, 0.0), functools.partial(_online, factor=1.0))
 """(m, s): the maximum of values in base-2 logarithmic units and the sum of 2 ** (value - m)."""
+ONLINE_SOFTMAX = Reduction((-math.inf, 0.0), functools.partial(_online, factor=fast_math.LOG2_E))
+"""(m, s): the maximum of values and the sum of e ** (value - m)."""
 
 
 def thread_sum(values: cute.TensorSSA) -> Float32:
@@ -76,11 +83,11 @@ def thread_max(values: cute.TensorSSA) -> Float32:
 
 
 @cute.jit
-def thread_online(values: cute.TensorSSA) -> Partial:
-    """(maximum, sum of 2 ** (value - maximum)) of the values that one thread holds."""
+def thread_online(values: cute.TensorSSA, factor: cutlass.Constexpr[float] = 1.0) -> Partial:
+    """(maximum, sum of 2 ** ((value - maximum) * factor)) of the values that one thread holds."""
     largest = thread_max(values)
     shift = Float32(0.0) if largest == Float32(-math.inf) else largest
-    return largest, thread_sum(cute.math.exp2(values - shift, fastmath=True))
+    return largest, thread_sum(cute.math.exp2(_times(values - shift, factor), fastmath=True))
 
 
 def warp_reduce(value: Partial, reduction: Reduction, lanes: int = WARP) -> Partial:

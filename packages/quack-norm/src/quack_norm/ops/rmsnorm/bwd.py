@@ -12,9 +12,9 @@ from quack_core.device.reduce import thread_sum
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.columns import ColumnSums
+from quack_norm.ops.row_map.base import column_pointer, num_rows, slice_pointer, store_row
 
 from .config import BwdConfig
-from .fwd import num_rows, slice_pointer, store_row, weight_pointer
 from .spec import RMSNormBwdSpec
 
 
@@ -158,7 +158,7 @@ class RMSNormBwd(ReductionBase):
             pred = self._predicate(thread, row_rank, Boolean(True))
             align = const_expr(self.spec.weight_align)
             return copy.load_vectors(
-                weight_pointer(mW, at, first), self.tiling, thread, align, pred
+                column_pointer(mW, at, first), self.tiling, thread, align, pred
             )
 
     def _times_weight(self, values, rW: cute.Tensor, weight_offset: Float32):

@@ -5,10 +5,10 @@ from cutlass import Float32, Int32
 
 from quack_core.device import copy
 from quack_core.device.reduce import thread_sum
+from quack_norm.ops.row_map.base import column_pointer, store_piece
 
 from .bwd import RMSNormBwd, arguments
 from .config import BwdConfig
-from .fwd import store_piece, weight_pointer
 from .spec import RMSNormBwdSpec
 
 
@@ -32,7 +32,7 @@ class RMSNormBwdLong(RMSNormBwd):
         count = self.spec.n - first - skip
         limit = _limit(count, row < rows)
         rows_at = [self._start(tensor, at) for tensor in inputs]
-        weight_at = None if mW is None else weight_pointer(mW, where, first) + skip
+        weight_at = None if mW is None else column_pointer(mW, where, first) + skip
         for p in range(self.tiling.passes):
             cute.arch.sync_warp()  # or else all loads come first, and spill
             index = Int32(p * self.tiling.step)

@@ -12,26 +12,24 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from quack_core.device import copy, fast_math
+from quack_core.device import copy
 from quack_core.device.reduce import SUM, combine_tree
-from quack_core.reduction.base import ReductionBase
-
-from .config import FwdConfig
-from .fwd import (
-    arguments,
+from quack_norm.ops.row_map.base import (
+    RowMap,
+    column_pointer,
     coordinates,
     num_rows,
-    scale,
     slice_pointer,
     store_piece,
-    store_rstd,
-    total,
-    weight_pointer,
+    store_statistic,
 )
+
+from .config import FwdConfig
+from .fwd import RMSNormRows, arguments
 from .spec import RMSNormFwdSpec
 
 
-class RMSNormFwdShifted(ReductionBase):
+class RMSNormFwdShifted(RMSNormRows, RowMap):
     """A CTA, or a cluster of CTAs that share the columns, normalises ``rows_per_cta`` rows.
 
     Threads: ``threads_per_row`` per row and CTA, each holding its pieces of the row in registers.
@@ -48,25 +46,10 @@ class RMSNormFwdShifted(ReductionBase):
         self.align = copy.CHUNK if spec.in_phase else 2
 
     @cute.jit
-    def __call__(  # the launcher's messages use these names
-        self,
-        x: cute.Tensor,  # (M, N) or (M1, M0, N)
-        weight: cute.Tensor | None,  # (N,) or (M0, N)
-        bias: cute.Tensor | None,  # like weight
-        residual: cute.Tensor | None,  # like x
-        out: cute.Tensor,  # like x
-        residual_out: cute.Tensor | None,  # like x
-        rstd: cute.Tensor | None,  # (M,) or (M1, M0)
-        state: cute.Tensor | None,
-        eps: Float32,
-        weight_offset: Float32,
-        groups: Int32,
-        stream: cuda.CUstream,
-    ):
-        rows = num_rows(x)
+    def start(self, operands, scalars, groups: Int32, stream: cuda.CUstream):
+        rows = num_rows(operands[0])
         cluster = const_expr(self.tiling.cluster)
-        operands = (x, weight, bias, residual, out, residual_out, rstd)
-        self.kernel(*operands, eps, weight_offset, rows).launch(
+        self.kernel(*operands[:7], scalars, rows).launch(
             grid=[cluster * cute.ceil_div(rows, self.tiling.rows_per_cta), 1, 1],
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
@@ -76,9 +59,7 @@ class RMSNormFwdShifted(ReductionBase):
         )
 
     @cute.kernel
-    def kernel(
-        self, mX, mW, mB, mR, mY, mH, mRstd, eps: Float32, weight_offset: Float32, rows: Int32
-    ):
+    def kernel(self, mX, mW, mB, mR, mY, mH, mRstd, scalars, rows: Int32):
         tiling, vec = const_expr(self.tiling), const_expr(self.tiling.vec)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -104,23 +85,22 @@ class RMSNormFwdShifted(ReductionBase):
         sums = cute.make_rmem_tensor(vec, Float32)
         sums.fill(0.0)
         for p in cutlass.range_constexpr(tiling.passes):
-            h = total(rX[p], None if rR is None else rR[p])
+            h = self.values([rX[p], None if rR is None else rR[p]], scalars)
             sums.store(sums.load() + h * h)
         square_sum = meet(sums, sSum, thread, offset, self.row_in_cta(tid), tiling)
         self.join_cluster()
-        (square_sum,) = self.reduce((square_sum,), exchange, tid, Int32(0))
-        rstd = fast_math.rsqrt(square_sum * (1 / self.spec.n) + eps)
+        known = self.finish(self.reduce((square_sum,), exchange, tid, Int32(0)), scalars)
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
-                store_rstd(mRstd, at, rstd)
+                store_statistic(mRstd, at, known[0])
 
         for p in cutlass.range_constexpr(tiling.passes):
-            h = total(rX[p], None if rR is None else rR[p])
+            h = self.values([rX[p], None if rR is None else rR[p]], scalars)
             if const_expr(mH is not None):
                 store_piece(h, slice_pointer(mH, at, first), indices[p], count, self.align)
             rW = self._weight(mW, at, first, indices[p])
             rB = self._weight(mB, at, first, indices[p])
-            y = scale(h, rstd, rW, rB, weight_offset, self.spec)
+            y = self.result(h, known, (rW, rB), scalars)
             store_piece(y, slice_pointer(mY, at, first), indices[p], count, self.align)
 
     @cute.jit
@@ -147,7 +127,7 @@ class RMSNormFwdShifted(ReductionBase):
         """Weight or bias at a piece; None if there is none."""
         if tensor is None:
             return None
-        pointer, count = weight_pointer(tensor, at, first), self.spec.n - first
+        pointer, count = column_pointer(tensor, at, first), self.spec.n - first
         if self.spec.weight_align < copy.CHUNK:
             return copy.load_piece(pointer, index, count, self.tiling.vec, 2)
         return copy.load_shifted(pointer, index, count, self.tiling.vec)

@@ -1,53 +1,26 @@
 """From operands to a launcher: spec, config, kernel, and what is bound to a device."""
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quack_core import arch, dtypes, occupancy, torch_op, torch_workspace
+from quack_core import arch, torch_op, torch_workspace
 from quack_core.jit import cache
 from quack_norm.ops import rows
+from quack_norm.ops.row_map.launch import (
+    ALIGN,
+    Aligned,
+    Launcher,
+    on_device,
+    picker,
+    resident_groups,
+    row_align,
+)
 
-from . import config, rules
+from . import rules
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec, full_vector
-
-Launcher = Callable[..., None]
-
-ALIGN = 16
-"""Bytes of the widest access: with this alignment kernels are at their best."""
-
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-
-
-class Aligned:
-    """Launches the kernel for the alignment of its operands; compiles it when it is new.
-
-    The kernels themselves refuse operands that are aligned less than they were compiled for. This
-    stands in for them where rows are no multiple of 16 bytes, or after the first refusal.
-
-    Args:
-        kernel: gives the launcher for values of `alignment`.
-        alignment: of the operands of a launch.
-    """
-
-    def __init__(
-        self, kernel: Callable[..., Launcher], alignment: Callable[..., tuple[Any, ...]]
-    ) -> None:
-        self._kernel, self._alignment = kernel, alignment
-        self._launchers: dict[tuple[Any, ...], Launcher] = {}
-
-    def __call__(self, *operands: Any) -> None:
-        key = self._alignment(*operands)
-        launch = self._launchers.get(key)
-        if launch is None:
-            with torch_workspace.relaxed_capture():
-                launch = self._launchers[key] = self._kernel(*key)
-        launch(*operands)
 
 
 def forward(
@@ -88,8 +61,8 @@ def forward(
     )
     device, vector = x.get_device(), spec.full_vector
     whole = spec.n % vector == 0
-    compact = _row_align(spec.n, spec.x, spec.out, spec.residual, spec.residual_out)
-    plain = (compact, _row_align(spec.n, spec.weight, spec.bias) if spec.per_head else ALIGN, True)
+    compact = row_align(spec.n, spec.x, spec.out, spec.residual, spec.residual_out)
+    plain = (compact, row_align(spec.n, spec.weight, spec.bias) if spec.per_head else ALIGN, True)
 
     def kernel(align: int, weight_align: int, in_phase: bool) -> Launcher:
         exact = replace(spec, align=align, weight_align=weight_align, in_phase=in_phase)
@@ -143,8 +116,8 @@ def backward(
     operands = (spec.x, spec.dout, spec.dx, spec.weight, spec.dbias)
     whole = spec.n % full_vector(*operands, spec.dresidual_out, spec.dresidual) == 0
     moved = (spec.x, spec.dout, spec.dx, spec.dresidual_out, spec.dresidual)
-    parameters = _row_align(spec.n, spec.weight, spec.dbias) if per_head else ALIGN
-    plain = (_row_align(spec.n, *moved), parameters)
+    parameters = row_align(spec.n, spec.weight, spec.dbias) if per_head else ALIGN
+    plain = (row_align(spec.n, *moved), parameters)
 
     def kernel(align: int, weight_align: int) -> Launcher:
         return _backward_kernel(replace(spec, align=align, weight_align=weight_align), device)
@@ -162,34 +135,14 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     target = arch.detect(device)
     chosen = rules.default_fwd(spec, target)
     if not chosen.persistent:
-        return _on_device(cache.load(chosen.module, spec, chosen, target), device)
-    return _on_device(_staying(spec, chosen, device), device)
-
-
-def _staying(spec: RMSNormFwdSpec, chosen: config.FwdConfig, device: int) -> Launcher:
-    """A kernel whose CTAs stay; where each would have one tile, the one of the same bits."""
-    target, single = arch.detect(device), chosen.one_tile()
-
-    @functools.cache
-    def kernel(few: bool) -> Launcher:
-        use = single if few else chosen
-        with torch_workspace.relaxed_capture():
-            return cache.load(use.module, spec, use, target)
-
-    resident, ints = _resident(device, spec, chosen), chosen.state_ints
-    counters = torch_workspace.counters
-
-    @functools.lru_cache
-    def groups(rows: int) -> int:
-        return chosen.groups(spec, rows, 1, resident)
+        return on_device(cache.load(chosen.module, spec, chosen, target), device)
+    pick = picker(spec, chosen, device)
 
     def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
-        few = not spec.odd and rows <= resident  # odd rows have another tiling there
-        state = None if few else counters(device, ints)
-        operands = (x, weight, bias, residual, out, h, rstd, state)
-        kernel(few)(*operands, eps, offset, groups(rows))
+        kernel, state, groups = pick(rows)
+        kernel(x, weight, bias, residual, out, h, rstd, state, eps, offset, groups)
 
-    return launch
+    return on_device(launch, device)
 
 
 def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
@@ -197,7 +150,7 @@ def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
     target = arch.detect(device)
     chosen = rules.default_bwd(spec, target)
     function = cache.load(chosen.module, spec, chosen, target)
-    resident, sums = _resident(device, spec, chosen), spec.column_sums
+    resident, sums = resident_groups(device, spec, chosen), spec.column_sums
     counters = torch_workspace.counters
 
     @functools.lru_cache
@@ -214,33 +167,7 @@ def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
         operands = (h, weight, dout, rstd, dh, dx, dresidual, dw, db)
         function(*operands, work, state, offset, groups)
 
-    return _on_device(launch, device)
-
-
-def _on_device(launch: Launcher, device: int) -> Launcher:
-    """``launch`` with its device current; the caller's comes back afterwards."""
-    if torch.cuda.device_count() <= 1:
-        return launch
-
-    def switching(*args: Any) -> None:
-        if _current_device() == device:
-            launch(*args)
-        else:
-            with torch.cuda.device(device):
-                launch(*args)
-
-    return switching
-
-
-def _resident(device: int, spec: Any, chosen: Any) -> int:
-    """Clusters that are on the device together."""
-    sizes = (chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec))
-    return occupancy.resident_clusters(device, *sizes, registers=chosen.registers)
-
-
-def _row_align(n: int, *names: str | None) -> int:
-    """Bytes that divide the strides of contiguous rows of these dtypes."""
-    return math.gcd(ALIGN, *(n * dtypes.width(name) // 8 for name in names if name))
+    return on_device(launch, device)
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:

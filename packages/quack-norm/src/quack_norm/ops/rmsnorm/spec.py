@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
+from quack_norm.ops.row_map.spec import full_vector
 
 MAX_N = 262144
 """Longest row: 16 CTAs (8 on SM120) hold it in registers."""
@@ -40,8 +41,20 @@ class RMSNormFwdSpec:
     weight_align: int = 16
     in_phase: bool = True
 
+    kept = 1  # float32 values of each column in a kernel that takes rows piece by piece
+
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Dtypes of the rows that are read."""
+        return (self.x,) if self.residual is None else (self.x, self.residual)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Dtypes of weight and bias."""
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     @property
     def full_vector(self) -> int:
@@ -109,11 +122,6 @@ class RMSNormBwdSpec:
     def name(self) -> str:
         """Kernel name, as profilers show it."""
         return f"rmsnorm_bwd_{dtypes.short(self.x)}_n{self.n}"
-
-
-def full_vector(*operands: str | None) -> int:
-    """Elements in 128 bits of the narrowest operand."""
-    return 128 // min(dtypes.width(name) for name in operands if name is not None)
 
 
 def _check(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> None:

@@ -1,0 +1,119 @@
+"""What an operator on rows computes, apart from how rows move; and the pieces that all of them use."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from quack_core.device import copy
+from quack_core.device.reduce import SUM, Partial, Reduction
+from quack_core.reduction.base import ReductionBase
+
+Values = cute.TensorSSA | tuple[cute.TensorSSA, ...]
+"""float32 vectors of a thread: one, or several that belong together."""
+
+
+class RowMap(ReductionBase):
+    """A kernel that reads one or two rows, reduces over them, and writes one or two.
+
+    An operator is a class with the methods below, mixed into a class that moves rows. What a row
+    lacks at its end reads as ``fill``.
+    """
+
+    fill = 0.0
+    num_values = 1  # vectors that ``combine`` gives
+
+    def reduction_of(self, spec) -> Reduction:
+        """The reduction of ``partial``."""
+        return SUM
+
+    def combine(
+        self,
+        first: cute.TensorSSA,
+        second: cute.TensorSSA | None,
+        scalars: tuple[Float32, ...],
+    ) -> Values:
+        """The values that are reduced, and written to the second output if there is one."""
+        raise NotImplementedError
+
+    def partial(self, values: Values) -> Partial:
+        """A thread's part of the reduction."""
+        raise NotImplementedError
+
+    def finish(self, total: Partial, scalars: tuple[Float32, ...]) -> tuple[Float32, ...]:
+        """What is known of a row after the reduction; the first value is the row's statistic."""
+        raise NotImplementedError
+
+    def result(
+        self,
+        values: Values,
+        known: tuple[Float32, ...],
+        columns: tuple[cute.Tensor | None, ...],
+        scalars: tuple[Float32, ...],
+    ) -> cute.TensorSSA:
+        """The values to write.
+
+        Args:
+            columns: registers of the operands that all rows share, such as weight and bias.
+        """
+        raise NotImplementedError
+
+    def values(self, registers: list, scalars: tuple[Float32, ...]) -> Values:
+        """``combine`` on registers of the rows' dtypes; None for an absent second row."""
+        first, second = (None if r is None else r.load().to(Float32) for r in registers)
+        return self.combine(first, second, scalars)
+
+
+def apart(values: Values) -> tuple[cute.TensorSSA, ...]:
+    """The vectors of values."""
+    return values if isinstance(values, tuple) else (values,)
+
+
+def together(vectors: list[cute.TensorSSA]) -> Values:
+    """The inverse of ``apart``."""
+    return vectors[0] if len(vectors) == 1 else tuple(vectors)
+
+
+def num_rows(tensor: cute.Tensor) -> Int32:
+    """Rows of (M, N) or (M1, M0, N)."""
+    if cute.rank(tensor) == 2:
+        return tensor.shape[0]
+    return tensor.shape[0] * tensor.shape[1]
+
+
+def coordinates(tensor: cute.Tensor, row: Int32) -> tuple[Int32, ...]:
+    """A row index as coordinates of (M, N) or (M1, M0, N)."""
+    if cute.rank(tensor) == 2:
+        return (row,)
+    inner = tensor.shape[1]
+    return row // inner, row % inner
+
+
+def slice_pointer(tensor: cute.Tensor, at: tuple[Int32, ...], first: Int32) -> cute.Pointer:
+    """Element ``first`` of a row. 64-bit: a 32-bit offset would wrap at 2**32 elements."""
+    return tensor[(*(Int64(i) for i in at), None)].iterator + first
+
+
+def column_pointer(tensor: cute.Tensor, at: tuple[Int32, ...], first: Int32) -> cute.Pointer:
+    """Element ``first`` of an operand that all rows share, or all rows of a head."""
+    if cute.rank(tensor) == 1:
+        return tensor.iterator + first
+    return tensor[Int64(at[-1]), None].iterator + first
+
+
+def store_statistic(tensor: cute.Tensor, at: tuple[Int32, ...], value: Float32) -> None:
+    tensor[at if len(at) > 1 else at[0]] = value
+
+
+def store_row(values, pointer: cute.Pointer, tiling, thread: Int32, align: int, pred) -> None:
+    """Round a thread's values to the output's dtype and write them to its vectors."""
+    registers = copy.make_registers(tiling, pointer.dtype)
+    registers.store(values.to(pointer.dtype))
+    copy.store_vectors(registers, pointer, tiling, thread, align, pred)
+
+
+def store_piece(
+    values, start: cute.Pointer, index: Int32, count: Int32, align: int, whole: bool = False
+) -> None:
+    """Round one vector to the output's dtype and write it: ``copy.store_piece``."""
+    registers = cute.make_rmem_tensor(cute.size(values.shape), start.dtype)
+    registers.store(values.to(start.dtype))
+    copy.store_piece(registers, start, index, count, align, whole)

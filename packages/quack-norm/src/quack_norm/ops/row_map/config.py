@@ -1,0 +1,98 @@
+"""How rows are spread over threads, CTAs and clusters, and how they move: frozen configurations."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from quack_core import dtypes
+from quack_core.arch import most_registers
+from quack_core.reduction.tiling import WARP, RowTiling
+
+from .spec import RowSpec
+
+HELD_VALUES = 32
+"""Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
+REGISTERS = 65536
+"""Of an SM."""
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A kernel of an operator on rows; each operator has a subclass, in its own folder.
+
+    Args:
+        threads_per_row: threads of a CTA that share a row.
+        rows_per_cta: rows side by side in a CTA.
+        cluster: CTAs that share a row.
+        shifted: threads own 16-byte pieces of memory instead of vectors of the row; of one tile.
+        stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
+            this many rows in flight, which one more warp fetches.
+        ctas_per_sm: CTAs that should stay on an SM together; 0: as many as fit.
+    """
+
+    threads_per_row: int
+    rows_per_cta: int = 1
+    cluster: int = 1
+    shifted: bool = False
+    stages: int = 0
+    ctas_per_sm: int = 0
+
+    kernel: ClassVar[str] = "fwd"
+    shiftable: ClassVar[bool] = False  # whether there is a kernel for ``shifted``
+
+    @property
+    def module(self) -> str:
+        """The kernel's module, in the operator's folder."""
+        moved = "_ring" if self.persistent else "_shifted" if self.shifted else ""
+        return f"{type(self).__module__.rpartition('.')[0]}.{self.kernel}{moved}"
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA, with the warp that fetches."""
+        return self.threads_per_row * self.rows_per_cta + WARP * self.persistent
+
+    @property
+    def persistent(self) -> bool:
+        return self.stages > 0
+
+    @property
+    def state_ints(self) -> int:
+        """Counters of the kernel: clusters that left, rows drawn."""
+        return 2 * self.persistent
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
+        return most_registers(REGISTERS, self.num_threads, max(1, self.ctas_per_sm))
+
+    def one_tile(self) -> Self:
+        """The same tiling, hence the same bits, with a CTA per tile: for few rows."""
+        return replace(self, stages=0, ctas_per_sm=0)
+
+    def tiling(self, spec: RowSpec) -> RowTiling:
+        n, vec = spec.n, spec.vec
+        if self.shifted:  # a slice may begin anywhere in its first vector
+            vec = spec.full_vector
+            step = vec * self.threads_per_row
+            n = -(-(self.slice_cols(spec) + vec - 1) // step) * step * self.cluster
+        elif self.persistent:  # a last vector may be no whole one
+            vec = spec.full_vector
+            n = -(-n // vec) * vec
+        return RowTiling(n, vec, self.threads_per_row, self.rows_per_cta, self.cluster)
+
+    def slice_cols(self, spec: RowSpec) -> int:
+        """Columns of a CTA of the shifted kernel."""
+        vec = spec.full_vector
+        return -(-spec.n // (self.cluster * vec)) * vec
+
+    def smem_bytes(self, spec: RowSpec) -> int:
+        """Shared memory of a CTA."""
+        tiling = self.tiling(spec)
+        residues = 4 * tiling.vec * tiling.num_threads if self.shifted else 0
+        if self.persistent:
+            rows = sum(tiling.cols * dtypes.width(name) // 8 + 16 for name in spec.rows)
+            residues += self.stages * (rows + 128 + 32) + 64
+        return residues + tiling.shared_bytes(buffers=2 if self.persistent else 1) + 1024
+
+    def groups(self, spec: RowSpec, rows: int, heads: int, resident: int) -> int:
+        """Clusters to launch if the kernel is persistent."""
+        return min(resident, rows)

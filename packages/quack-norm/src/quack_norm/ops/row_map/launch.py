@@ -1,0 +1,102 @@
+"""What launches of kernels on rows have in common: alignment, resident groups, few rows, devices."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import arch, dtypes, occupancy, torch_workspace
+from quack_core.jit import cache
+
+from .config import RowConfig
+from .spec import RowSpec
+
+Launcher = Callable[..., None]
+
+ALIGN = 16
+"""Bytes of the widest access: with this alignment kernels are at their best."""
+
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+class Aligned:
+    """Launches the kernel for the alignment of its operands; compiles it when it is new.
+
+    The kernels themselves refuse operands that are aligned less than they were compiled for. This
+    stands in for them where rows are no multiple of 16 bytes, or after the first refusal.
+
+    Args:
+        kernel: gives the launcher for values of `alignment`.
+        alignment: of the operands of a launch.
+    """
+
+    def __init__(
+        self, kernel: Callable[..., Launcher], alignment: Callable[..., tuple[Any, ...]]
+    ) -> None:
+        self._kernel, self._alignment = kernel, alignment
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+
+    def __call__(self, *operands: Any) -> None:
+        key = self._alignment(*operands)
+        launch = self._launchers.get(key)
+        if launch is None:
+            with torch_workspace.relaxed_capture():
+                launch = self._launchers[key] = self._kernel(*key)
+        launch(*operands)
+
+
+def picker(
+    spec: RowSpec, chosen: RowConfig, device: int
+) -> Callable[[int], tuple[Launcher, Tensor | None, int]]:
+    """For a kernel whose CTAs stay: kernel, counters and groups for a number of rows.
+
+    Where each CTA would have one tile, the kernel is the one of one tile and the same bits.
+    """
+    target, single = arch.detect(device), chosen.one_tile()
+    resident, ints = resident_groups(device, spec, chosen), chosen.state_ints
+    counters = torch_workspace.counters
+
+    @functools.cache
+    def kernel(few: bool) -> Launcher:
+        use = single if few else chosen
+        with torch_workspace.relaxed_capture():
+            return cache.load(use.module, spec, use, target)
+
+    @functools.lru_cache
+    def groups(rows: int) -> int:
+        return chosen.groups(spec, rows, 1, resident)
+
+    def pick(rows: int) -> tuple[Launcher, Tensor | None, int]:
+        few = not spec.odd and rows <= resident  # odd rows have another tiling there
+        return kernel(few), None if few else counters(device, ints), groups(rows)
+
+    return pick
+
+
+def on_device(launch: Launcher, device: int) -> Launcher:
+    """``launch`` with its device current; the caller's comes back afterwards."""
+    if torch.cuda.device_count() <= 1:
+        return launch
+
+    def switching(*args: Any) -> None:
+        if _current_device() == device:
+            launch(*args)
+        else:
+            with torch.cuda.device(device):
+                launch(*args)
+
+    return switching
+
+
+def resident_groups(device: int, spec: Any, chosen: Any) -> int:
+    """Clusters that are on the device together."""
+    sizes = (chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec))
+    return occupancy.resident_clusters(device, *sizes, registers=chosen.registers)
+
+
+def row_align(n: int, *names: str | None) -> int:
+    """Bytes that divide the strides of contiguous rows of these dtypes."""
+    return math.gcd(ALIGN, *(n * dtypes.width(name) // 8 for name in names if name))

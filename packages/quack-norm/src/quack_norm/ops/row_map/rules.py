@@ -1,0 +1,173 @@
+"""Which configuration a kernel on rows gets: it has to fit, and was the fastest where it was measured.
+
+A rule sees N, which operands there are, their dtypes and the architecture; never the number of rows
+or where they lie: the same row gives the same bits in every batch.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TypeVar
+
+from quack_core import dtypes
+from quack_core.arch import Arch
+from quack_core.reduction.tiling import WARP
+
+from .config import HELD_VALUES, RowConfig
+from .spec import RowSpec
+
+Config = TypeVar("Config", bound=RowConfig)
+
+MIN_SHIFTED = 256
+"""Shorter rows without full vectors move element by element."""
+KB = 1024
+MIN_RING = 4096
+"""Elements of a row from which CTAs stay and keep the weight in registers."""
+MIN_ODD_RING = 7680
+"""The same in bytes, for rows that are no whole number of vectors."""
+MIN_ADDED_RING = 16 * KB + 1
+"""The same in bytes, where there is a second row."""
+RING_BYTES = 48 * KB
+"""Rows under way on an SM: more or less costs up to a tenth."""
+
+
+def choose(kind: type[Config], best: RowSpec, arch: Arch) -> Config | None:
+    """The configuration for a spec on an architecture; None if none fits.
+
+    Args:
+        kind: the operator's class of configurations.
+        best: the spec with full alignment. Address and strides must not decide on the tiling, hence
+            on the bits.
+    """
+    for config in _ranked(best):
+        if (kind.shiftable or not config.shifted) and fits(config, best, arch):
+            return _as(kind, config)
+    return None
+
+
+def tries(kind: type[Config], spec: RowSpec, arch: Arch) -> list[Config]:
+    """Configurations worth timing against the chosen one; all fit ``arch``."""
+    return [_as(kind, config) for config in _tries(spec) if fits(config, spec, arch)]
+
+
+def _as(kind: type[Config], config: RowConfig) -> Config:
+    fields = dataclasses.fields(config)
+    return kind(**{field.name: getattr(config, field.name) for field in fields})
+
+
+def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
+    """Whether shared memory, cluster and registers of the architecture suffice."""
+    if config.cluster > arch.max_cluster or config.smem_bytes(spec) > arch.smem_bytes:
+        return False
+    if config.persistent:
+        ctas = max(1, config.ctas_per_sm)
+        if ctas * config.num_threads > arch.max_threads_per_sm:
+            return False
+        if ctas * (config.smem_bytes(spec) + KB) > arch.smem_per_sm:
+            return False
+    values = config.tiling(spec).values
+    if values > HELD_VALUES and not config.shifted:  # held in float32
+        return values * spec.kept <= config.registers - 72
+    if config.shifted:  # x and residual are held as they are, and a vector of sums
+        words = sum(dtypes.width(name) / 32 for name in spec.rows)
+        return values * words <= config.registers - 44
+    if config.persistent:  # everything as it is
+        words = sum(dtypes.width(name) / 32 for name in (*spec.rows, *spec.columns))
+        return values * words <= config.registers - (44 if spec.odd else 40)
+    words = 1 + sum(dtypes.width(name) / 32 for name in spec.rows[1:])  # x becomes float32
+    return values * words <= config.registers - 32
+
+
+def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
+    """Configurations that could serve, best first."""
+    if not spec.per_head and _stays(spec):
+        yield from _odd_rings(spec) if spec.odd else _rings(spec)
+    if spec.odd and spec.n >= MIN_SHIFTED:
+        yield from _shifted(spec)
+    first = 8 if spec.n <= 1024 else 32 if len(spec.rows) > 1 and spec.n > 2048 else 16
+    for values in (first, *(v for v in (16, 32, 128) if v > first)):
+        most = 512 if values <= HELD_VALUES else 256
+        for cluster in clusters(spec.n, most * values):
+            threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
+            yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+
+
+def _shifted(spec: RowSpec) -> Iterator[RowConfig]:
+    """Pieces of memory: many per thread, since a row has a piece more than its vectors."""
+    values = 40 if spec.n <= 8192 else 72
+    for cluster in clusters(spec.n, 256 * values):
+        threads = threads_for(-(-spec.n // cluster), spec.full_vector, values, low=32, high=256)
+        rows = max(1, 128 // threads) if cluster == 1 else 1
+        yield RowConfig(threads, rows, cluster, True, ctas_per_sm=512 // (threads * rows))
+        yield RowConfig(threads, rows, cluster, True)
+
+
+def _stays(spec: RowSpec) -> bool:
+    """Whether rows are long enough for CTAs that stay."""
+    row_bytes = spec.n * dtypes.width(spec.x) // 8
+    if spec.odd:
+        return row_bytes >= MIN_ODD_RING
+    return row_bytes >= MIN_ADDED_RING if len(spec.rows) > 1 else spec.n >= MIN_RING
+
+
+def _rings(spec: RowSpec) -> Iterator[RowConfig]:
+    """CTAs that stay, one or two on an SM: rows of whole vectors."""
+    row_bytes = spec.n * dtypes.width(spec.x) // 8
+    best = 24 * KB if row_bytes <= 24 * KB else 16 * KB if row_bytes <= 64 * KB else 32 * KB
+    for cluster, size in _slices(spec, (best, 32 * KB, 64 * KB)):
+        for ctas in (2, 1) if size <= 12 * KB else (1,):
+            stages = max(2, min(3, RING_BYTES // (ctas * size)))
+            yield from _ring(spec, cluster, 32 if size <= 16 * KB else 64, stages, ctas)
+
+
+def _odd_rings(spec: RowSpec) -> Iterator[RowConfig]:
+    """The same for other rows. They take a thread longer: several CTAs fill each other's gaps."""
+    for cluster, size in _slices(spec, (32 * KB, 64 * KB)):
+        for ctas in (3, 2, 1) if size <= 9 * KB else (2, 1):
+            yield from _ring(spec, cluster, 32 if size <= 9 * KB else 64, 2, ctas)
+
+
+def _slices(spec: RowSpec, most: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Clusters and the bytes of a row that each CTA has: at most ``most``, first things first."""
+    width = dtypes.width(spec.x) // 8
+    for size in most:
+        for cluster in clusters(spec.n, size // width):
+            yield cluster, -(-spec.n // cluster) * width
+
+
+def _ring(
+    spec: RowSpec, cluster: int, held_bytes: int, stages: int, ctas: int
+) -> Iterator[RowConfig]:
+    """Threads that hold so many bytes of x each, if a CTA has them."""
+    values = held_bytes * 8 // dtypes.width(spec.x)
+    threads = threads_for(-(-spec.n // cluster), spec.full_vector, values, low=WARP)
+    if threads <= 512:
+        yield RowConfig(threads, 1, cluster, stages=stages, ctas_per_sm=ctas)
+
+
+def _tries(spec: RowSpec) -> Iterator[RowConfig]:
+    shifted = spec.odd and spec.n >= MIN_SHIFTED
+    for cluster in clusters(spec.n, 20480):
+        for threads in (32, 64, 128, 256, 512):
+            rows = max(1, 128 // threads) if cluster == 1 else 1
+            yield RowConfig(threads, rows, cluster, shifted)
+            if threads > 64 and not spec.per_head:
+                for stages, ctas in ((1, 0), (2, 0), (1, 2), (2, 2), (2, 3)):
+                    yield RowConfig(threads, 1, cluster, False, stages, ctas)
+
+
+def clusters(n: int, cols: int) -> Iterator[int]:
+    """Powers of two up to 16, from the one that leaves at most ``cols`` columns to each CTA."""
+    cluster = 1
+    while cluster <= 16:
+        if n <= cols * cluster:
+            yield cluster
+        cluster *= 2
+
+
+def threads_for(n: int, vec: int, values: int, low: int = 1, high: int = 1024) -> int:
+    """The fewest threads that hold at most ``values`` elements each: whole warps if more than one."""
+    needed = max(1, -(-n // max(values, vec)))
+    if needed <= WARP:
+        return max(low, 1 << (needed - 1).bit_length())
+    vectors = -(-n // (WARP * vec))  # of a warp
+    return min(high, max(low, WARP * -(-vectors // max(1, values // vec))))
