@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import kernel_faults
 import pytest
 
 from quack_core import arch as arches
@@ -14,7 +15,7 @@ from quack_core import dtypes, env
 from quack_core.arch import Arch
 from quack_core.errors import UnsupportedError
 from quack_core.jit.compile import Compiled, compile_kernel
-from quack_core.testing import cubin, ptx
+from quack_core.testing import cubin
 from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig
 from quack_norm.ops.rmsnorm.rules import default_bwd, default_fwd
 from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
@@ -111,11 +112,6 @@ def default_config(case: Case, arch: Arch) -> FwdConfig | BwdConfig:
     return default_bwd(case.spec, arch)
 
 
-def is_aligned(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> bool:
-    """Whether every vector of every operand is a whole number of 16-byte accesses."""
-    return spec.align == spec.weight_align == 16 and spec.vec * dtypes.width(narrowest(spec)) >= 128
-
-
 def narrowest(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> str:
     names = [spec.x, spec.weight]
     if isinstance(spec, RMSNormFwdSpec):
@@ -129,55 +125,7 @@ def faults(
     case: Case, config: FwdConfig | BwdConfig, arch: Arch, compiled: Compiled
 ) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    facts = cubin.static_facts(compiled.cubin or b"")
-    yield from resource_faults(case, config, arch, facts)
-    yield from access_faults(case, config, facts)
-    shared_by = config.tiling(case.spec).cluster
-    if facts.exchanges != (shared_by > 1):
-        yield f"a row is shared by {shared_by} CTAs, but st.async present: {facts.exchanges}"
-    if f".target {arch.target}\n" not in (compiled.ptx or ""):
-        yield f"not compiled for {arch.target}"
-    rows = config.rows_per_cta * getattr(config, "peers", 1)
-    for instruction in ptx.wrapping_offsets(compiled.ptx or "", max(2, case.spec.n), rows):
-        yield f"row offset in 32 bits: {instruction}"
-
-
-def resource_faults(
-    case: Case, config: FwdConfig | BwdConfig, arch: Arch, facts: cubin.StaticFacts
-) -> Iterator[str]:
-    if facts.spills:
-        yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
-    if facts.usage.registers > config.registers:
-        yield f"{facts.usage.registers} registers; {config.registers} let the CTAs on an SM"
-    registers = facts.usage.registers_per_cta(config.num_threads)
-    if registers > arch.registers_per_sm:
-        used = f"{config.num_threads} threads of {facts.usage.registers} registers"
-        yield f"{used} take {registers}; an SM has {arch.registers_per_sm}"
-    smem_bytes = config.smem_bytes(case.spec)
-    if smem_bytes > arch.smem_bytes:
-        yield f"{smem_bytes} bytes of shared memory; a CTA has {arch.smem_bytes}"
-    if config.cluster > arch.max_cluster:
-        yield f"a cluster of {config.cluster} CTAs; {arch.name} has at most {arch.max_cluster}"
-
-
-def access_faults(
-    case: Case, config: FwdConfig | BwdConfig, facts: cubin.StaticFacts
-) -> Iterator[str]:
-    spec, loads, stores = case.spec, sorted(facts.load_bits), sorted(facts.store_bits)
-    if is_aligned(spec):
-        if min(loads) < 32:
-            yield f"narrow loads from global memory of aligned rows: {loads}"
-        # dweight and dbias are written once a launch, in their own dtype and element by element
-        if min(stores) < 32 and not getattr(spec, "column_sums", 0):
-            yield f"narrow stores to global memory of aligned rows: {stores}"
-    # rings and shifted rows move in whole chunks from any address; the others as theirs allows
-    whole_chunks = isinstance(config, FwdConfig) and (
-        config.persistent or (config.shifted and spec.in_phase)
-    )
-    wanted = 128 if whole_chunks else min(8 * spec.align, spec.vec * dtypes.width(spec.x))
-    for kind, found in (("loads from", loads), ("stores to", stores)):
-        if wanted not in found:
-            yield f"no {wanted}-bit {kind} global memory: {found}"
+    return kernel_faults.faults(case.spec, narrowest(case.spec), config, arch, compiled)
 
 
 @pytest.fixture(scope="session")
@@ -222,7 +170,7 @@ def test_limits_are_found() -> None:
     facts = cubin.StaticFacts(cubin.Usage(registers=128), {}, exchanges=False)
     case, arch = fwd("ring", 65536), arches.get("sm120")
     config = FwdConfig(512, cluster=16, stages=16)
-    found = list(resource_faults(case, config, arch, facts))
+    found = list(kernel_faults.resource_faults(case.spec, config, arch, facts))
     assert [line.split(";")[0] for line in found] == [
         "128 registers",
         "544 threads of 128 registers take 69632",

@@ -1,0 +1,70 @@
+"""What can be wrong with a compiled kernel of an operator on rows, whichever the operator."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from quack_core import dtypes
+from quack_core.arch import Arch
+from quack_core.jit.compile import Compiled
+from quack_core.testing import cubin, ptx
+from quack_norm.ops.row_map.config import RowConfig
+
+
+def is_aligned(spec: Any, narrowest: str) -> bool:
+    """Whether every vector of every operand is a whole number of 16-byte accesses."""
+    return spec.align == spec.weight_align == 16 and spec.vec * dtypes.width(narrowest) >= 128
+
+
+def faults(spec: Any, narrowest: str, config: Any, arch: Arch, compiled: Compiled) -> Iterator[str]:
+    """What is wrong with a compiled kernel, one line each.
+
+    Args:
+        narrowest: dtype of its narrowest operand.
+    """
+    facts = cubin.static_facts(compiled.cubin or b"")
+    yield from resource_faults(spec, config, arch, facts)
+    yield from access_faults(spec, narrowest, config, facts)
+    shared_by = config.tiling(spec).cluster
+    if facts.exchanges != (shared_by > 1):
+        yield f"a row is shared by {shared_by} CTAs, but st.async present: {facts.exchanges}"
+    if f".target {arch.target}\n" not in (compiled.ptx or ""):
+        yield f"not compiled for {arch.target}"
+    rows = config.rows_per_cta * getattr(config, "peers", 1)
+    for instruction in ptx.wrapping_offsets(compiled.ptx or "", max(2, spec.n), rows):
+        yield f"row offset in 32 bits: {instruction}"
+
+
+def resource_faults(spec: Any, config: Any, arch: Arch, facts: cubin.StaticFacts) -> Iterator[str]:
+    if facts.spills:
+        yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
+    if facts.usage.registers > config.registers:
+        yield f"{facts.usage.registers} registers; {config.registers} let the CTAs on an SM"
+    registers = facts.usage.registers_per_cta(config.num_threads)
+    if registers > arch.registers_per_sm:
+        used = f"{config.num_threads} threads of {facts.usage.registers} registers"
+        yield f"{used} take {registers}; an SM has {arch.registers_per_sm}"
+    smem_bytes = config.smem_bytes(spec)
+    if smem_bytes > arch.smem_bytes:
+        yield f"{smem_bytes} bytes of shared memory; a CTA has {arch.smem_bytes}"
+    if config.cluster > arch.max_cluster:
+        yield f"a cluster of {config.cluster} CTAs; {arch.name} has at most {arch.max_cluster}"
+
+
+def access_faults(
+    spec: Any, narrowest: str, config: Any, facts: cubin.StaticFacts
+) -> Iterator[str]:
+    loads, stores = sorted(facts.load_bits), sorted(facts.store_bits)
+    if is_aligned(spec, narrowest):
+        if min(loads) < 32:
+            yield f"narrow loads from global memory of aligned rows: {loads}"
+        # dweight and dbias are written once a launch, in their own dtype and element by element
+        if min(stores) < 32 and not getattr(spec, "column_sums", 0):
+            yield f"narrow stores to global memory of aligned rows: {stores}"
+    # rings and shifted rows move in whole chunks from any address; the others as theirs allows
+    whole_chunks = isinstance(config, RowConfig) and (
+        config.persistent or (config.shifted and spec.in_phase)
+    )
+    wanted = 128 if whole_chunks else min(8 * spec.align, spec.vec * dtypes.width(spec.x))
+    for kind, found in (("loads from", loads), ("stores to", stores)):
+        if wanted not in found:
+            yield f"no {wanted}-bit {kind} global memory: {found}"
