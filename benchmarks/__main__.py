@@ -106,17 +106,22 @@ def _cases(args: argparse.Namespace) -> list[shapes.Case]:
     suite = args.suite if args.command == "tune" else args.command
     cases = shapes.cases(suite, args.shapes, getattr(args, "smoke", False))
     wanted = (args.opts or "").split()
-    return [case for case in cases if all(w in ["=".join(o) for o in case.opts] for w in wanted)]
+    return [case for case in cases if all(_has(case, option) for option in wanted)]
+
+
+def _has(case: shapes.Case, option: str) -> bool:
+    """Whether a case has an option such as ``w=bf16``; one without any options always does."""
+    return not case.opts or option in ["=".join(pair) for pair in case.opts]
 
 
 def dry_run(cases: Sequence[shapes.Case]) -> str:
     """How each case would be timed, without a GPU."""
-    from . import norm, timing
+    from . import families, timing
     from .progress import table
 
     rows = []
     for case in cases:
-        problem = norm.problem(case)
+        problem = families.problem(case)
         floor = judge.floor_us(problem.read_bytes, problem.write_bytes)
         chosen = timing.plan(problem.set_bytes, floor)
         total = f"{problem.set_bytes * chosen.sets / 1e6:.0f}"
@@ -136,7 +141,7 @@ def excluded(entries: Sequence[str]) -> dict[tuple[int, str], str]:
 
 
 def _measure(args: argparse.Namespace, cases: Sequence[shapes.Case]) -> int:
-    from . import device, norm, ours, peers, runner
+    from . import device, families, ours, runner
 
     if not device.available():
         return NO_GPU
@@ -154,7 +159,9 @@ def _measure(args: argparse.Namespace, cases: Sequence[shapes.Case]) -> int:
 
     if args.command != "tune":
         runner.Runner(
-            options, norm.problem, lambda case: [*ours.variants(case), *peers.variants(case)]
+            options,
+            families.problem,
+            lambda case: [*ours.variants(case), *families.peers_of(case)],
         ).run(args.command, cases)
         return 0
     return _tune(args, options, cases)
@@ -164,7 +171,7 @@ def _tune(args, options, cases: Sequence[shapes.Case]) -> int:  # type: ignore[n
     """Results go to a folder of their own: they are no results of the package."""
     import dataclasses
 
-    from . import norm, ours, runner, tune
+    from . import families, ours, runner, tune
 
     with tempfile.TemporaryDirectory() as folder:
         kept = args.out if args.out != record.RESULTS else Path(folder)
@@ -172,7 +179,7 @@ def _tune(args, options, cases: Sequence[shapes.Case]) -> int:  # type: ignore[n
         tries, wanted = tune.grid(args.tries), tuple(args.config)
         runner.Runner(
             options,
-            norm.problem,
+            families.problem,
             lambda case: ours.config_variants(case, tries, wanted, args.limit),
             show=lambda rows: f"\n{tune.text(rows)}",
         ).run("tune", cases)

@@ -14,6 +14,8 @@ from quack_norm.ops.rmsnorm import launch as launches
 from quack_norm.ops.rmsnorm import rules
 from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
 
+from . import softmax
+from .families import is_softmax
 from .norm import EPS, BwdBuffers, FwdBuffers, dtype_of
 from .shapes import Case
 from .timing import Launch
@@ -43,12 +45,16 @@ def spec_of(case: Case) -> RMSNormFwdSpec | RMSNormBwdSpec:
 
 def default_config(case: Case) -> Any:
     """The configuration that the rule chooses here."""
+    if is_softmax(case):
+        return softmax.default_config(case)
     rule = rules.default_bwd if case.op == "rmsnorm_bwd" else rules.default_fwd
     return rule(spec_of(case), arch.detect())  # type: ignore[arg-type]
 
 
 def public(case: Case) -> Launch:
     """What a caller gets."""
+    if is_softmax(case):
+        return softmax.public(case)
     if case.op == "rmsnorm_bwd":
         return _public_bwd
     return _public_fwd if case.opt("residual") is None else _public_add
@@ -75,7 +81,8 @@ def _public_bwd(b: BwdBuffers) -> tuple[Tensor, ...]:
 
 def with_config(chosen: Any, case: Case) -> Launch:
     """The compiled kernel itself with an explicit configuration; scratch is allocated once."""
-    spec, target, device = spec_of(case), arch.detect(), torch.cuda.current_device()
+    spec: Any = softmax.spec_of(case) if is_softmax(case) else spec_of(case)
+    target, device = arch.detect(), torch.cuda.current_device()
     run = cache.load(chosen.module, spec, chosen, target)
     groups, work = 0, None
     if chosen.persistent:
@@ -88,6 +95,8 @@ def with_config(chosen: Any, case: Case) -> Launch:
     state = None
     if chosen.state_ints:
         state = torch.zeros(chosen.state_ints, dtype=torch.int32, device="cuda")
+    if is_softmax(case):
+        return softmax.explicit(case, run, state, groups)
     if isinstance(spec, RMSNormFwdSpec):
 
         def forward(b: FwdBuffers) -> tuple[Tensor, ...]:
@@ -115,6 +124,12 @@ def variants(case: Case) -> list[Variant]:
     return [Variant("ours", public, PACKAGE, role="ours", config=text)]
 
 
+def _candidates(case: Case) -> list[Any]:
+    if is_softmax(case):
+        return [default_config(case), *softmax.candidates(case)]
+    return list(rules.candidates(spec_of(case), arch.detect()))
+
+
 def config_variants(
     case: Case,
     tries: Sequence[Mapping[str, object]] = (),
@@ -133,7 +148,7 @@ def config_variants(
     if tries:
         found = [made for fields in tries if (made := _changed(default, fields)) is not None]
     else:
-        found = list(rules.candidates(spec_of(case), arch.detect()))
+        found = _candidates(case)
     kept = [c for c in dict.fromkeys(found) if all(piece in str(c) for piece in wanted)]
     chosen = list(dict.fromkeys([default, *kept]))[: limit or None]
     return [

@@ -9,7 +9,12 @@ from .record import Record
 
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 ROOT = Path(__file__).parent.parent
-SUITES = {"norm_fwd": "RMSNorm forward", "norm_bwd": "RMSNorm backward (dx, dweight)"}
+SUITES = {
+    "norm_fwd": "RMSNorm forward",
+    "norm_bwd": "RMSNorm backward (dx, dweight)",
+    "softmax": "Softmax forward",
+    "softmax_bwd": "Softmax backward",
+}
 PEERS = {
     "eager": "torch",
     "compile": "torch.compile",

@@ -12,6 +12,11 @@ NORM_BWD = """
     1024x4096 8192x4096 4096x16384 4096x4096 32768x1024 8192x8192 32768x4096 16384x8192 8192x16384
     131072x128 2048x65536
 """
+SOFTMAX = """
+    262144x128 65536x512 32768x1024 32768x4096 32768x8192 8192x16384 4096x65536 2048x131072
+    1024x262144 4096x4096 128x4096 1x8192 8192x32000 8192x16383 4096x50257
+"""
+SOFTMAX_BWD = "32768x1024 32768x4096 32768x8192 8192x16384 4096x65536 4096x4096 8192x16383"
 FUSED_ADD = "1024x4096 8192x4096 32768x8192"
 ALSO_FP32 = "8192x4096"
 SMOKE = 3
@@ -85,7 +90,28 @@ def norm_bwd(shapes: Iterable[Shape]) -> list[Case]:
     ]
 
 
-SUITES = {"norm_fwd": (NORM_FWD, norm_fwd), "norm_bwd": (NORM_BWD, norm_bwd)}
+def softmax(shapes: Iterable[Shape]) -> list[Case]:
+    """Softmax forward in bf16, and for some shapes in fp32."""
+    also_fp32 = parse("32768x4096 8192x16384")
+    return [
+        Case("softmax", "softmax_fwd", shape, dtype)
+        for shape in shapes
+        for dtype in ("bf16", "fp32")
+        if dtype == "bf16" or shape in also_fp32
+    ]
+
+
+def softmax_bwd(shapes: Iterable[Shape]) -> list[Case]:
+    """Softmax backward, from the result and its gradient."""
+    return [Case("softmax_bwd", "softmax_bwd", shape, "bf16") for shape in shapes]
+
+
+SUITES = {
+    "norm_fwd": (NORM_FWD, norm_fwd),
+    "norm_bwd": (NORM_BWD, norm_bwd),
+    "softmax": (SOFTMAX, softmax),
+    "softmax_bwd": (SOFTMAX_BWD, softmax_bwd),
+}
 
 
 def cases(suite: str, shapes: str | None = None, smoke: bool = False) -> list[Case]:
