@@ -1,0 +1,1 @@
+"""Cross-entropy of logits and class indices: ``loss = logsumexp(z) - z[target]``."""
