@@ -15,6 +15,7 @@ from torch import Tensor
 from quack_core import torch_workspace
 from quack_norm.ops.rmsnorm import launch, prepare, reference
 from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
+from quack_norm.ops.row_map import launch as row_launch
 
 
 class Kernel:
@@ -33,7 +34,8 @@ class Kernel:
             self._take(spec, (x, residual, out, h), (weight, bias), spec.full_vector)
             self._take_state(state, config, config.state_ints, groups, x)
             stored = None if h is None else h.dtype
-            found = reference.forward(x, weight, bias, residual, eps, offset, out.dtype, stored)
+            args = (x, weight, bias, residual, eps, offset, out.dtype, stored)
+            found = reference.forward(*args, spec.centred)
             write((out, h, rstd), found)
 
         def backward(*operands: Any) -> None:
@@ -43,14 +45,16 @@ class Kernel:
             self._take_state(
                 state, config, bool(work is not None) * config.state_ints * heads, groups, h
             )
-            if rstd.shape != h.shape[:-1] or not rstd.is_contiguous():
+            shape = (*h.shape[:-1], 4) if spec.centred else h.shape[:-1]
+            if rstd.shape != shape or not rstd.is_contiguous():
                 raise ValueError("rstd")
             needed = config.work_elements(spec, groups, heads)
             if needed != (0 if work is None else work.numel()):
                 raise ValueError("work")
             wanted = [None if t is None else t.dtype for t in (dresidual, db)]
             args = (h, weight, dout, rstd, dh, offset, dx.dtype, wanted[0], dw is not None)
-            write((dx, dresidual, dw, db), reference.backward(*args, wanted[1], spec.per_head))
+            found = reference.backward(*args, wanted[1], spec.per_head, spec.centred)
+            write((dx, dresidual, dw, db), found)
 
         return forward if isinstance(spec, RMSNormFwdSpec) else backward
 
@@ -111,7 +115,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     fake = Kernel()
     monkeypatch.setattr(prepare.arch, "detect", lambda _: prepare.arch.get("sm90"))
     monkeypatch.setattr(prepare.cache, "load", fake.load)
-    monkeypatch.setattr(prepare.occupancy, "resident_clusters", lambda *_, registers: RESIDENT)
+    monkeypatch.setattr(row_launch.occupancy, "resident_clusters", lambda *_, registers: RESIDENT)
     zeros = functools.partial(torch.zeros, dtype=torch.int32)
     monkeypatch.setattr(torch_workspace, "counters", lambda _, count: zeros(count))
     monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)

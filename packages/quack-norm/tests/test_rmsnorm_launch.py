@@ -104,7 +104,7 @@ def test_weight_with_stride_is_copied_after_the_refusal(kernel: Kernel) -> None:
     x = random((5, 64), BF16, seed=1)
     w = random((64, 2), F32, seed=2)[:, 0]
     y, _, rstd = launch.forward(x, w, None, None, 1e-6, 0.0, None, None, True)
-    args = (x, w, None, None, 1e-6, 0.0, None, None)
+    args = (x, w, None, None, 1e-6, 0.0, None, None, False)
     assert_bitwise(y, reference.forward(*args)[0])
     back = (x, w, x, rstd, None, 0.0, BF16, None, True, None, False)
     assert_bitwise(launch.backward(*back)[2], reference.backward(*back)[2])
@@ -171,14 +171,15 @@ FUNCTION = [
 
 
 @pytest.mark.parametrize("case", FUNCTION, ids=lambda case: case.id)
-def test_function_agrees_with_the_operator(case: Case, kernel: Kernel) -> None:
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
+def test_function_agrees_with_the_operator(case: Case, centred: bool, kernel: Kernel) -> None:
     """Eager calls on CUDA tensors go through the autograd function, all others the operator."""
     data = operands(case, "cpu")
     args = (data.x, data.weight, data.bias, data.residual, 1e-6, 0.0, case.out, case.residual_out)
     leaves = list(data.leaves().values())
 
     def run(call: Any) -> list[Tensor]:
-        y, h, rstd = call(*args)
+        y, h, rstd = call(*args, centred)
         assert y.requires_grad and not rstd.requires_grad
         outputs, incoming = [y], [data.dout]
         if case.prenorm:
@@ -193,7 +194,7 @@ def test_function_agrees_with_the_operator(case: Case, kernel: Kernel) -> None:
 
 def test_function_returns_x_and_adds_its_gradient_inside(kernel: Kernel) -> None:
     x = random((5, 64), BF16, seed=1).requires_grad_()
-    y, h, _ = autograd.RMSNormFunction.apply(x, None, None, None, 1e-6, 0.0, None, BF16)
+    y, h, _ = autograd.RMSNormFunction.apply(x, None, None, None, 1e-6, 0.0, None, BF16, False)
     assert h.data_ptr() == x.data_ptr()
     assert h.grad_fn is y.grad_fn
     (dx,) = torch.autograd.grad(h, x, torch.ones_like(x), retain_graph=True)
@@ -202,7 +203,7 @@ def test_function_returns_x_and_adds_its_gradient_inside(kernel: Kernel) -> None
 
 def test_function_has_no_second_derivative(kernel: Kernel) -> None:
     x = random((5, 64), F32, seed=1).requires_grad_()
-    y, _, _ = autograd.RMSNormFunction.apply(x, None, None, None, 1e-6, 0.0, None, None)
+    y, _, _ = autograd.RMSNormFunction.apply(x, None, None, None, 1e-6, 0.0, None, None, False)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         dx.sum().backward()

@@ -104,8 +104,9 @@ FORWARDS = {
 }
 
 
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("name", FORWARDS)
-def test_kl_07_opcheck_forward(name: str, device: str) -> None:
+def test_kl_07_opcheck_forward(name: str, centred: bool, device: str) -> None:
     shape, weight, bias, residual, out_dtype, stored = FORWARDS[name]
     make = [
         random(size, F32, device, seed=seed).requires_grad_() if wanted else None
@@ -113,17 +114,23 @@ def test_kl_07_opcheck_forward(name: str, device: str) -> None:
             [(True, shape), (weight, shape[-1:]), (bias, shape[-1:]), (residual, shape)]
         )
     ]
-    torch.library.opcheck(rmsnorm_fwd, (*make, 1e-6, 0.5, out_dtype, stored))
+    torch.library.opcheck(rmsnorm_fwd, (*make, 1e-6, 0.5, out_dtype, stored, centred))
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
 @pytest.mark.parametrize("everything", [False, True], ids=["dx", "everything"])
-def test_kl_07_opcheck_backward(everything: bool, per_head: bool, device: str) -> None:
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
+def test_kl_07_opcheck_backward(
+    centred: bool, everything: bool, per_head: bool, device: str
+) -> None:
     h, dout, dh = (random((5, 3, 64), F32, device, seed=seed) for seed in range(3))
     w = random((3, 64) if per_head else (64,), F32, device, seed=3)
     rstd = torch.rsqrt(h.square().mean(-1))
     wanted = (BF16, True, BF16) if everything else (None, False, None)
-    args = (h, w, dout, rstd, dh if everything else None, 0.5, F32, *wanted, per_head)
+    if centred:
+        mean = h.mean(-1)
+        rstd = torch.stack((torch.rsqrt(h.var(-1, correction=0)), mean, mean, mean * 0), -1)
+    args = (h, w, dout, rstd, dh if everything else None, 0.5, F32, *wanted, per_head, centred)
     torch.library.opcheck(rmsnorm_bwd, args)
 
 
@@ -132,7 +139,9 @@ def test_operator_agrees_with_the_function(device: str) -> None:
     case = Case("", (5, 256), residual=BF16, prenorm=True, bias=F32)
     data = operands(case, device)
     direct = ours(case, data)
-    y, h, rstd = rmsnorm_fwd(data.x, data.weight, data.bias, data.residual, 1e-6, 0.0, None, BF16)
+    y, h, rstd = rmsnorm_fwd(
+        data.x, data.weight, data.bias, data.residual, 1e-6, 0.0, None, BF16, False
+    )
     grads = torch.autograd.grad(
         (y, h), tuple(data.leaves().values()), (data.dout, data.dresidual_out)
     )

@@ -63,6 +63,20 @@ def _times(value, factor: float):
     return value if factor == 1.0 else value * Float32(factor)
 
 
+@cute.jit
+def _merge_moments(a: Partial, b: Partial) -> Partial:
+    """Both orders give the same bits, so that all lanes of a butterfly agree."""
+    count = a[0] + b[0]
+    base = a[1] if b[0] == Float32(0.0) else b[1]
+    if a[0] > Float32(0.0) and b[0] > Float32(0.0) and a[1] < b[1]:
+        base = a[1]
+    from_base = tuple((v[1] - base) + v[2] for v in (a, b))
+    share = fast_math.reciprocal(cutlass.max(count, Float32(1.0)))
+    offset = (a[0] * from_base[0] + b[0] * from_base[1]) * share
+    apart = from_base[1] - from_base[0]
+    return count, base, offset, (a[3] + b[3]) + apart * apart * (a[0] * b[0] * share)
+
+
 SUM = Reduction((0.0,), _add)
 SUM2 = Reduction((0.0, 0.0), _add)
 MAX = Reduction((-math.inf,), _max)
@@ -70,6 +84,15 @@ ONLINE_MAX_SUM = Reduction((-math.inf, 0.0), functools.partial(_online, factor=1
 """(m, s): the maximum of values in base-2 logarithmic units and the sum of 2 ** (value - m)."""
 ONLINE_SOFTMAX = Reduction((-math.inf, 0.0), functools.partial(_online, factor=fast_math.LOG2_E))
 """(m, s): the maximum of values and the sum of e ** (value - m)."""
+
+MOMENTS = Reduction((0.0, 0.0, 0.0, 0.0), _merge_moments)
+"""(number of values, base, mean - base, sum of squared distances from the mean).
+
+The base is one of the values, so that nothing cancels and the mean keeps bits below its own ulp.
+
+Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances, 1979.
+"""
 
 
 def thread_sum(values: cute.TensorSSA) -> Float32:
@@ -88,6 +111,26 @@ def thread_online(values: cute.TensorSSA, factor: cutlass.Constexpr[float] = 1.0
     largest = thread_max(values)
     shift = Float32(0.0) if largest == Float32(-math.inf) else largest
     return largest, thread_sum(cute.math.exp2(_times(values - shift, factor), fastmath=True))
+
+
+def thread_moments(values: cute.TensorSSA, exists: cute.TensorSSA | None = None) -> Partial:
+    """``MOMENTS`` of the values that one thread holds.
+
+    Args:
+        exists: which of them count, the first if any; the others are 0. None: all.
+    """
+    base = values[0]
+    away, count = values - base, Float32(cute.size(values.shape))
+    share = Float32(1.0 / cute.size(values.shape))
+    if exists is not None:
+        away = cute.where(exists, away, Float32(0.0))
+        count = thread_sum(cute.where(exists, cute.full_like(values, 1.0), Float32(0.0)))
+        share = fast_math.reciprocal(cutlass.max(count, Float32(1.0)))
+    offset = thread_sum(away) * share
+    away = away - offset
+    if exists is not None:
+        away = cute.where(exists, away, Float32(0.0))
+    return count, base, offset, thread_sum(away * away)
 
 
 def warp_reduce(value: Partial, reduction: Reduction, lanes: int = WARP) -> Partial:

@@ -3,12 +3,9 @@
 from typing import Literal, overload
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor
 
-from quack_core import torch_op
-
-from . import autograd, check, launch
+from .call import normalise
 
 
 @overload
@@ -100,73 +97,17 @@ def rmsnorm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    direct = torch_op.eager(x, weight, bias, residual, out) and x.is_cuda
-    if not direct and not is_dynamo_compiling():  # there, the operator's fake does it
-        dtypes = (out_dtype, residual_dtype)
-        check.forward(x, weight, bias, residual, eps, weight_offset, *dtypes, out)
-    record = is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
+    return normalise(
+        x,
+        weight,
+        bias,
+        residual,
+        eps,
+        weight_offset,
+        prenorm,
+        out_dtype,
+        residual_dtype,
+        return_rstd,
+        out,
+        False,
     )
-    if residual_dtype is not None:
-        check.dtype("residual_dtype", residual_dtype)  # refused even where it is not used
-    if not prenorm and (residual is None or not record):
-        residual_dtype = None
-    elif residual_dtype is None:
-        residual_dtype = x.dtype if residual is None else residual.dtype
-    if out is not None:
-        check.output(out, out_dtype, x, weight, bias, residual, direct)
-        if residual is None and residual_dtype is x.dtype:
-            check.input_survives(out, x)
-        out_dtype = out.dtype
-    h: Tensor | None
-    rstd: Tensor | None
-    if direct and not record:
-        result, h, rstd = launch.forward(
-            x,
-            weight,
-            bias,
-            residual,
-            eps,
-            weight_offset,
-            out_dtype,
-            residual_dtype,
-            return_rstd,
-            out,
-        )
-        if out is not None:
-            torch_op.bump_version(out)
-    else:
-        args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype)
-        if direct:
-            result, h, rstd = autograd.RMSNormFunction.apply(*args)
-        else:
-            result, h, rstd = _dispatched(*args, out)
-    if not (prenorm or return_rstd):
-        return result
-    extra = (h if prenorm else None, rstd if return_rstd else None)
-    return (result, *(tensor for tensor in extra if tensor is not None))
-
-
-def _dispatched(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    residual_dtype: torch.dtype | None,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Through the registered operator, whose results never alias an operand."""
-    torch_op.check_no_tangent("rmsnorm", x, weight, bias, residual)
-    unchanged = residual is None and residual_dtype == x.dtype
-    stored_dtype = None if unchanged else residual_dtype
-    args = (x, weight, bias, residual, eps, weight_offset, out_dtype, stored_dtype)
-    result, h, rstd = autograd.rmsnorm_fwd(*args)
-    if out is not None:
-        result = out.copy_(result)
-    return result, x if unchanged else h, rstd

@@ -1,4 +1,4 @@
-"""RMSNorm as registered operators, and its gradients.
+"""RMSNorm and LayerNorm as registered operators, and their gradients.
 
 ``quack_norm::rmsnorm_fwd`` and ``quack_norm::rmsnorm_bwd`` are what torch.compile, export, fake
 tensors, tensor subclasses and the CPU see. Eager calls on CUDA tensors skip the dispatcher and
@@ -27,7 +27,8 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        output = launch.forward(*inputs, want_rstd=True)  # type: ignore[misc]
+        operands: Any = (*inputs[:-1], True, None, inputs[-1])
+        output = launch.forward(*operands)
         _save(ctx, inputs, output)
         return output  # type: ignore[return-value]
 
@@ -38,7 +39,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     """Keep h, weight and rstd for the backward."""
-    x, weight, bias, residual, _, weight_offset, _, residual_dtype = inputs
+    x, weight, bias, residual, _, weight_offset, _, residual_dtype, ctx.centred = inputs
     _, stored, rstd = output
     unused = [rstd]
     if residual_dtype is None and stored is not None:
@@ -80,6 +81,7 @@ def _gradients(
             wants_weight,
             bias_dtype if wants_bias else None,
             ctx.per_head,
+            ctx.centred,
         )
         if wants_residual and residual_dtype == x_dtype:
             dresidual = dx
@@ -91,7 +93,7 @@ def _gradients(
         dweight if wants_weight else None,
         dbias if wants_bias else None,
         dresidual if wants_residual else None,
-        *(None,) * 4,
+        *(None,) * 5,
     )
 
 
@@ -101,21 +103,23 @@ def _present(x: Tensor, results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...
 
 
 def _forward_cpu(*args: Any) -> tuple[Tensor, ...]:
-    check.forward(*args)
+    _check_forward(*args)
     return _present(args[0], reference.forward(*args))
 
 
 def _forward_cuda(*args: Any) -> tuple[Tensor, ...]:
-    out, stored, rstd = launch.forward(*args, want_rstd=True)  # type: ignore[misc]
+    operands: Any = (*args[:-1], True, None, args[-1])
+    out, stored, rstd = launch.forward(*operands)
     x = args[0]
     return _present(x, (out, stored.clone() if stored is x else stored, rstd))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    check.forward(*args)
-    x, *_, out_dtype, residual_dtype = args
+    _check_forward(*args)
+    x, *_, out_dtype, residual_dtype, centred = args
     stored = x.new_empty(0) if residual_dtype is None else _empty(x, residual_dtype)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    shape = (*x.shape[:-1], 4) if centred else x.shape[:-1]
+    rstd = torch.empty(shape, dtype=torch.float32, device=x.device)
     return _empty(x, out_dtype or x.dtype), stored, rstd
 
 
@@ -140,8 +144,9 @@ def _backward_fake(
     dweight: bool,
     dbias_dtype: torch.dtype | None,
     per_head: bool,
+    centred: bool,
 ) -> tuple[Tensor, ...]:
-    options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head)
+    options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head, centred)
     _check_backward(h, weight, dout, rstd, dresidual_out, weight_offset, *options)
     parameter = h.shape[-2:] if per_head else h.shape[-1:]
     absent = h.new_empty(0)
@@ -153,9 +158,15 @@ def _backward_fake(
     )
 
 
+def _check_forward(*args: Any) -> None:
+    options: Any = (*args[:-1], None, check.name_of(args[-1]))
+    check.forward(*options)
+
+
 def _check_backward(*args: Any) -> None:
     h, weight, dout, rstd, dresidual_out, _, *options = args
-    check.backward(h, weight, dout, rstd, dresidual_out, *options)
+    checked: Any = (h, weight, dout, rstd, dresidual_out, *options, check.name_of(args[-1]))
+    check.backward(*checked)
 
 
 def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,9 +175,9 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _no_second_derivative(ctx: Any, *_: Any) -> None:
     raise UnsupportedError(
-        "rmsnorm: a second derivative was asked for",
-        "its backward cannot be differentiated",
-        "use torch.nn.functional.rms_norm for double backward",
+        "rmsnorm or layernorm: a second derivative was asked for",
+        "their backward cannot be differentiated",
+        "use torch.nn.functional for double backward",
     )
 
 
@@ -177,7 +188,7 @@ def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 rmsnorm_fwd = torch_op.register(
     _LIBRARY,
     "rmsnorm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
-    "float weight_offset, ScalarType? out_dtype, ScalarType? residual_dtype) "
+    "float weight_offset, ScalarType? out_dtype, ScalarType? residual_dtype, bool centred) "
     "-> (Tensor out, Tensor residual_out, Tensor rstd)",
     cpu=_forward_cpu,
     cuda=_forward_cuda,
@@ -185,13 +196,13 @@ rmsnorm_fwd = torch_op.register(
     backward=_gradients,
     setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output),
 )
-"""``residual_out`` is empty if ``residual_dtype`` is None."""
+"""``residual_out`` is empty if ``residual_dtype`` is None; ``centred`` makes it LayerNorm."""
 
 rmsnorm_bwd = torch_op.register(
     _LIBRARY,
     "rmsnorm_bwd(Tensor h, Tensor? weight, Tensor dout, Tensor rstd, Tensor? dresidual_out, "
     "float weight_offset, ScalarType dx_dtype, ScalarType? dresidual_dtype, bool dweight, "
-    "ScalarType? dbias_dtype, bool per_head) "
+    "ScalarType? dbias_dtype, bool per_head, bool centred) "
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     cpu=_backward_cpu,
     cuda=_backward_cuda,

@@ -8,17 +8,18 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core import dtypes
 from quack_core.device import copy
-from quack_core.device.reduce import thread_sum
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.columns import ColumnSums
 from quack_norm.ops.row_map.base import column_pointer, num_rows, slice_pointer, store_row
 
 from .config import BwdConfig
+from .fwd import statistics
+from .gradient import NormGradient
 from .spec import RMSNormBwdSpec
 
 
-class RMSNormBwd(ReductionBase):
+class RMSNormBwd(NormGradient, ReductionBase):
     """CTAs walk over tiles of rows, each over its own: a repeatable dweight forbids drawing them.
 
     Threads: ``threads_per_row`` per row and CTA; each fetches, and reads back, only its own vectors.
@@ -31,7 +32,7 @@ class RMSNormBwd(ReductionBase):
     """
 
     def __init__(self, spec: RMSNormBwdSpec, config: BwdConfig):
-        super().__init__(config.tiling(spec), buffers=2)
+        super().__init__(config.tiling(spec), self.reduction_of(spec), buffers=2)
         self.spec, self.config = spec, config
         self.sums = ColumnSums(self.tiling, config.peers) if spec.column_sums else None
 
@@ -41,7 +42,7 @@ class RMSNormBwd(ReductionBase):
         x: cute.Tensor,  # (M, N) or (M1, M0, N)
         weight: cute.Tensor | None,  # (N,) or (M0, N)
         dout: cute.Tensor,  # like x
-        rstd: cute.Tensor,  # (M,) or (M1, M0)
+        rstd: cute.Tensor,  # (M,) or (M1, M0), or (..., 4)
         dresidual_out: cute.Tensor | None,  # like x
         dx: cute.Tensor,  # like x
         dresidual: cute.Tensor | None,  # like x
@@ -119,21 +120,22 @@ class RMSNormBwd(ReductionBase):
         weight = (mW, (row, head), first, thread, row_rank)
         held = self._hold(*weight)
         sums = (self._zeros(), self._zeros())  # dweight, dbias
-        next_rstd = self._rstd(mRstd, row, rows, head)
+        next_rstd, next_base, next_offset = self._statistics(mRstd, row, rows, head)
         self.join_cluster()
 
         step, stage = Int32(0), Int32(0)
-        for base in cutlass.range(begin, rows, stride, unroll=1):
-            row, rstd = base + self.row_in_cta(tid), next_rstd
-            next_rstd = self._rstd(mRstd, row + stride, rows, head)
+        for begin_of_tile in cutlass.range(begin, rows, stride, unroll=1):
+            row, rstd = begin_of_tile + self.row_in_cta(tid), next_rstd
+            mean = (next_base, next_offset)
+            next_rstd, next_base, next_offset = self._statistics(mRstd, row + stride, rows, head)
             at = (inputs, ring, row, rows, head, row_rank, stage, tid)
             later = (inputs, ring, row + config.stages * stride, rows, head, row_rank, stage, tid)
             self._await()
-            kept, dot = self._first_pass(at, rstd, held, weight, sums, weight_offset)
+            kept, dots = self._first_pass(at, rstd, mean, held, weight, sums, weight_offset)
             self._fetch(*later)
-            (dot,) = self.reduce((dot,), exchange, tid, step)
-            mean = dot * (rstd * rstd * (1 / tiling.n))
-            self._second_pass(at, kept, mean, rstd, held, weight, (mDx, mDr), weight_offset)
+            dots = self.reduce(dots, exchange, tid, step)
+            means = self.means(dots, rstd)
+            self._second_pass(at, kept, means, rstd, mean, held, weight, (mDx, mDr), weight_offset)
             step += 1
             stage += 1
             if stage == config.stages:
@@ -161,41 +163,53 @@ class RMSNormBwd(ReductionBase):
                 column_pointer(mW, at, first), self.tiling, thread, align, pred
             )
 
-    def _times_weight(self, values, rW: cute.Tensor, weight_offset: Float32):
-        """values * (weight + offset)"""
-        if self.spec.weight is None:
-            return values
-        weight = rW.load().to(Float32)
-        return values * (weight + weight_offset if self.spec.offset else weight)
-
     @cute.jit
     def _await(self) -> None:
         """Until the oldest of the thread's rows on their way has arrived."""
         if const_expr(self.config.stages > 0):
             cute.arch.cp_async_wait_group(self.config.stages - 1)
 
-    def _first_pass(self, at, rstd: Float32, held, weight, sums, weight_offset: Float32):
+    def _first_pass(
+        self,
+        at,
+        rstd: Float32,
+        mean: tuple[Float32, Float32],
+        held,
+        weight,
+        sums,
+        weight_offset: Float32,
+    ):
         """Add a row to dweight and dbias.
 
         Returns:
-            What the second pass needs, and the thread's part of sum(dout * weight * x).
+            What the second pass needs, and the thread's part of sum(dout * weight * x); of the
+            distances from the mean and of dout * weight as well, if the mean is subtracted.
         """
-        x, dy = self._read(0, *at), self._read(1, *at)
+        x, dy = self.centre(self._read(0, *at), mean), self._read(1, *at)
         xdy = x * dy
         if self.spec.dweight:
             sums[0].store(sums[0].load() + xdy * rstd)
         if self.spec.dbias is not None:
             sums[1].store(sums[1].load() + dy)
         dh_out = None if self.spec.dresidual_out is None else self._read(2, *at)
-        return (x, dy, dh_out), thread_sum(self._times_weight(xdy, held, weight_offset))
+        return (x, dy, dh_out), self.dots(xdy, dy, held, weight_offset)
 
     def _second_pass(
-        self, at, kept, mean: Float32, rstd: Float32, held, weight, outputs, weight_offset: Float32
+        self,
+        at,
+        kept,
+        means,
+        rstd: Float32,
+        mean: tuple[Float32, Float32],
+        held,
+        weight,
+        outputs,
+        weight_offset: Float32,
     ) -> None:
         """Write dh of a row."""
         x, dy, dh_out = kept
         _, _, row, rows, head, row_rank, _, tid = at
-        dh = (self._times_weight(dy, held, weight_offset) - x * mean) * rstd
+        dh = self.gradient(x, dy, means, rstd, held, weight_offset)
         if dh_out is not None:
             dh = dh + dh_out
         for output in outputs:
@@ -210,12 +224,16 @@ class RMSNormBwd(ReductionBase):
         return row // mX.shape[1], row % mX.shape[1]
 
     @cute.jit
-    def _rstd(self, mRstd, row: Int32, rows: Int32, head: Int32) -> Float32:
-        value = Float32(0.0)
+    def _statistics(self, mRstd, row: Int32, rows: Int32, head: Int32):
+        """rstd of a row, and the parts of its mean if that is subtracted."""
+        rstd, base, offset = Float32(0.0), Float32(0.0), Float32(0.0)
         if row < rows:
             at = self._coordinates(mRstd, row, head)
-            value = mRstd[at if const_expr(len(at) > 1) else at[0]]
-        return value
+            if const_expr(self.spec.centred):
+                rstd, base, offset = mRstd[(*at, 0)], mRstd[(*at, 2)], mRstd[(*at, 3)]
+            else:
+                rstd = mRstd[at if const_expr(len(at) > 1) else at[0]]
+        return rstd, base, offset
 
     def _slot(self, tensor: cute.Tensor, ring: cute.Tensor, index: int, stage: Int32, tid: Int32):
         """Where a row of an input lies in shared memory."""
@@ -359,7 +377,7 @@ def arguments(spec: RMSNormBwdSpec) -> tuple:
         tensor(spec.x, rows),
         tensor(spec.weight, weights),
         tensor(spec.dout, rows),
-        symbolic("float32", outer, align=4, contiguous=True),
+        statistics(spec, outer),
         tensor(spec.dresidual_out, rows),
         tensor(spec.dx, rows),
         tensor(spec.dresidual, rows),

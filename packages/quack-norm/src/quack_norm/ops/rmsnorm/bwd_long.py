@@ -4,7 +4,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from quack_core.device import copy
-from quack_core.device.reduce import thread_sum
 from quack_norm.ops.row_map.base import column_pointer, store_piece
 
 from .bwd import RMSNormBwd, arguments
@@ -45,25 +44,44 @@ class RMSNormBwdLong(RMSNormBwd):
                 rW = copy.load_piece(weight_at, index, count, vec, self.spec.weight_align)
             yield p, index, limit, x, dy, dh, rW
 
-    def _first_pass(self, at, rstd: Float32, held, weight, sums, weight_offset: Float32):
-        dot = Float32(0.0)
+    def _first_pass(
+        self,
+        at,
+        rstd: Float32,
+        mean: tuple[Float32, Float32],
+        held,
+        weight,
+        sums,
+        weight_offset: Float32,
+    ):
+        dots = [Float32(0.0) for _ in range(self.reduction.width)]
         for p, _, _, x, dy, _, rW in self._pieces(at, weight):
-            xdy = x * dy
+            xdy = self.centre(x, mean) * dy
             if self.spec.dweight:
                 piece = sums[0][None, p]
                 piece.store(piece.load() + xdy * rstd)
             if self.spec.dbias is not None:
                 piece = sums[1][None, p]
                 piece.store(piece.load() + dy)
-            dot = dot + thread_sum(self._times_weight(xdy, rW, weight_offset))
-        return None, dot
+            parts = self.dots(xdy, dy, rW, weight_offset)
+            dots = [dot + part for dot, part in zip(dots, parts, strict=True)]
+        return None, tuple(dots)
 
     def _second_pass(
-        self, at, kept, mean: Float32, rstd: Float32, held, weight, outputs, weight_offset: Float32
+        self,
+        at,
+        kept,
+        means,
+        rstd: Float32,
+        mean: tuple[Float32, Float32],
+        held,
+        weight,
+        outputs,
+        weight_offset: Float32,
     ) -> None:
         starts = [self._start(output, at) for output in outputs if output is not None]
         for _, index, limit, x, dy, dh_out, rW in self._pieces(at, weight):
-            dh = (self._times_weight(dy, rW, weight_offset) - x * mean) * rstd
+            dh = self.gradient(self.centre(x, mean), dy, means, rstd, rW, weight_offset)
             if self.spec.dresidual_out is not None:
                 dh = dh + dh_out
             for start in starts:

@@ -25,6 +25,11 @@ MAX_HEADS = 65535
 """The backward with weights per head has its heads along the second dimension of the grid."""
 
 
+def name_of(centred: bool) -> str:
+    """The operator's name, for messages."""
+    return "layernorm" if centred else "rmsnorm"
+
+
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -35,6 +40,7 @@ def forward(
     out_dtype: torch.dtype | None,
     residual_dtype: torch.dtype | None,
     out: Tensor | None = None,
+    op: str = "rmsnorm",
 ) -> None:
     """Check the operands of the forward.
 
@@ -42,18 +48,20 @@ def forward(
         ShapeError, DTypeError, DeviceError, LayoutError, UnsupportedError: name the operand, what
             was found, what is needed and the way out.
     """
-    _tensors(("x", x), ("weight", weight), ("bias", bias), ("residual", residual), ("out", out))
-    _rows("x", x)
-    _parameters(x, weight, bias)
-    _same_shape("residual", residual, x)
-    _same_shape("out", out, x)
+    _tensors(
+        ("x", x), ("weight", weight), ("bias", bias), ("residual", residual), ("out", out), op=op
+    )
+    _rows("x", x, op=op)
+    _parameters(x, weight, bias, op=op)
+    _same_shape("residual", residual, x, op=op)
+    _same_shape("out", out, x, op=op)
     for name, given in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
         if given is not None:
-            dtype(name, given)
+            dtype(name, given, op=op)
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
         if not isinstance(value, numbers.Real):
             raise DTypeError(
-                f"rmsnorm: {name} is {type(value).__name__}: it must be a Python number; "
+                f"{op}: {name} is {type(value).__name__}: it must be a Python number; "
                 "for a tensor of one element pass .item()"
             )
 
@@ -69,38 +77,41 @@ def backward(
     dweight: bool,
     dbias_dtype: torch.dtype | None,
     per_head: bool,
+    centred: bool = False,
+    op: str = "rmsnorm",
 ) -> None:
     """Check the operands of the backward; raises as `forward` does."""
     operands = (("h", h), ("weight", weight), ("dout", dout), ("dresidual_out", dresidual_out))
-    _tensors(*operands, ("rstd", rstd))
-    _rows("h", h)
-    _parameters(h, weight, None)
-    _same_shape("dout", dout, h)
-    _same_shape("dresidual_out", dresidual_out, h)
-    if rstd.dtype != torch.float32 or rstd.shape != h.shape[:-1]:
+    _tensors(*operands, ("rstd", rstd), op=op)
+    _rows("h", h, op=op)
+    _parameters(h, weight, None, op=op)
+    _same_shape("dout", dout, h, op=op)
+    _same_shape("dresidual_out", dresidual_out, h, op=op)
+    shape = (*h.shape[:-1], 4) if centred else tuple(h.shape[:-1])
+    if rstd.dtype != torch.float32 or rstd.shape != shape:
         raise ShapeError(
-            f"rmsnorm: rstd is {rstd.dtype} {tuple(rstd.shape)}: it must be the float32 "
-            f"{tuple(h.shape[:-1])} that the forward returned"
+            f"{op}: rstd is {rstd.dtype} {tuple(rstd.shape)}: it must be the float32 "
+            f"{shape} that the forward returned"
         )
     wanted = (("dx", dx_dtype), ("dresidual", dresidual_dtype), ("dbias", dbias_dtype))
     for name, given in wanted:
         if given is not None:
-            dtype(f"dtype of {name}", given)
+            dtype(f"dtype of {name}", given, op=op)
     if dweight and weight is None:
-        raise ShapeError("rmsnorm: dweight is wanted, but there is no weight: pass the weight")
+        raise ShapeError(f"{op}: dweight is wanted, but there is no weight: pass the weight")
     if per_head and h.dim() < 2:
-        raise ShapeError("rmsnorm: h has 1 dimension: per-head weights need (..., H, N)")
+        raise ShapeError(f"{op}: h has 1 dimension: per-head weights need (..., H, N)")
     heads = h.shape[-2] if per_head else 1
     if isinstance(heads, int) and heads > MAX_HEADS:
         raise UnsupportedError(
-            f"rmsnorm: h.shape[-2] is {heads}",
+            f"{op}: h.shape[-2] is {heads}",
             f"the backward takes at most {MAX_HEADS} heads with weights of their own",
             f"split the heads: call it for x[..., :{MAX_HEADS}, :] and weight[:{MAX_HEADS}], and "
             "for the others",
         )
     if weight is not None and per_head != (weight.dim() == 2):
         raise ShapeError(
-            f"rmsnorm: weight has {weight.dim()} dimensions, but per_head is {per_head}: "
+            f"{op}: weight has {weight.dim()} dimensions, but per_head is {per_head}: "
             "per-head weights are (H, N), others (N,)"
         )
 
@@ -113,6 +124,7 @@ def output(
     bias: Tensor | None,
     residual: Tensor | None,
     direct: bool,
+    op: str = "rmsnorm",
 ) -> None:
     """Check that ``out`` may be written: dtype, layout, no gradient, no harmful overlap.
 
@@ -125,21 +137,21 @@ def output(
     operands = (("x", x), ("weight", weight), ("bias", bias), ("residual", residual))
     if out_dtype is not None and out.dtype != out_dtype:
         raise DTypeError(
-            f"rmsnorm: out is {_name(out.dtype)}, out_dtype is {_name(out_dtype)}: leave "
+            f"{op}: out is {_name(out.dtype)}, out_dtype is {_name(out_dtype)}: leave "
             "out_dtype away, or make them equal"
         )
     if torch.is_grad_enabled():
         for name, tensor in (("out", out), *operands):
             if tensor is not None and tensor.requires_grad:
                 raise UnsupportedError(
-                    f"rmsnorm: out= is given while {name} requires a gradient",
+                    f"{op}: out= is given while {name} requires a gradient",
                     "results in the caller's memory cannot be differentiated",
                     "call it under torch.no_grad(), or leave out= away",
                 )
     dense = out.is_contiguous()
     if not dense:
         parameter = bias if weight is None else weight
-        _writable(out, parameter is not None and parameter.dim() == 2)
+        _writable(out, parameter is not None and parameter.dim() == 2, op=op)
     if not direct and (out.is_meta or not torch_op.eager(out, x, weight, bias, residual)):
         return  # no addresses to compare
     start = out.data_ptr()
@@ -153,80 +165,80 @@ def output(
                 continue
         if _overlap(out, tensor) and not (name == "x" and _identical(out, tensor)):
             raise LayoutError(
-                f"rmsnorm: out overlaps {name} in memory: out may be x itself, and must share "
+                f"{op}: out overlaps {name} in memory: out may be x itself, and must share "
                 "nothing else with an operand; pass other memory"
             )
 
 
-def input_survives(out: Tensor, x: Tensor) -> None:
+def input_survives(out: Tensor, x: Tensor, op: str = "rmsnorm") -> None:
     """Check that ``out`` leaves x alone, which is to be returned as h as well."""
     if not torch_op.eager(out, x) or out.is_meta:
         return  # no addresses to compare
     if out.data_ptr() == x.data_ptr() and x.numel() > 0:
         raise LayoutError(
-            "rmsnorm: out is x, which prenorm=True returns as well: pass other memory, or a "
+            f"{op}: out is x, which prenorm=True returns as well: pass other memory, or a "
             "residual_dtype other than that of x"
         )
 
 
-def _tensors(*operands: tuple[str, Tensor | None]) -> None:
+def _tensors(*operands: tuple[str, Tensor | None], op: str = "rmsnorm") -> None:
     (_, x), *others = operands
     for name, tensor in operands:
         if tensor is None and name not in ("x", "h", "dout"):
             continue
         if not isinstance(tensor, Tensor):
-            raise DTypeError(f"rmsnorm: {name} is {type(tensor).__name__}: it must be a tensor")
-        dtype(name, tensor.dtype)
+            raise DTypeError(f"{op}: {name} is {type(tensor).__name__}: it must be a tensor")
+        dtype(name, tensor.dtype, op=op)
     for name, tensor in others:
         if tensor is not None and x is not None and tensor.device != x.device:
             raise DeviceError(
-                f"rmsnorm: {name} is on {tensor.device}, {operands[0][0]} on {x.device}: all "
+                f"{op}: {name} is on {tensor.device}, {operands[0][0]} on {x.device}: all "
                 f"operands must be on one device; move it with .to({str(x.device)!r})"
             )
 
 
-def _rows(name: str, x: Tensor) -> None:
+def _rows(name: str, x: Tensor, op: str = "rmsnorm") -> None:
     if x.dim() == 0:
-        raise ShapeError(f"rmsnorm: {name} has no dimension: it must be (..., N)")
+        raise ShapeError(f"{op}: {name} has no dimension: it must be (..., N)")
     n = x.shape[-1]
     if n > MAX_N:
         raise UnsupportedError(
-            f"rmsnorm: {name}.shape[-1] is {n}",
+            f"{op}: {name}.shape[-1] is {n}",
             f"rows have at most {MAX_N} elements",
             "split the row, or use torch.nn.functional.rms_norm",
         )
     count = x.numel() // n if n else 0
     if isinstance(count, int) and count > MAX_ROWS:  # no guard on a symbolic batch
         raise UnsupportedError(
-            f"rmsnorm: {name} has {count} rows",
+            f"{op}: {name} has {count} rows",
             f"a launch takes at most {MAX_ROWS}",
             "split the batch",
         )
 
 
-def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None, op: str = "rmsnorm") -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
         if tensor.dim() not in (1, 2) or tensor.dim() > x.dim():
             raise ShapeError(
-                f"rmsnorm: {name} has {tensor.dim()} dimensions: it must be (N,), or (H, N) for x "
+                f"{op}: {name} has {tensor.dim()} dimensions: it must be (N,), or (H, N) for x "
                 f"(..., H, N); x has shape {tuple(x.shape)}"
             )
         for axis in range(-tensor.dim(), 0):
             if tensor.shape[axis] != x.shape[axis]:
                 raise ShapeError(
-                    f"rmsnorm: {name}.shape[{axis}] is {tensor.shape[axis]}, x.shape[{axis}] is "
+                    f"{op}: {name}.shape[{axis}] is {tensor.shape[axis]}, x.shape[{axis}] is "
                     f"{x.shape[axis]}: they must be equal; {name} is (N,) or, per head, (H, N)"
                 )
     if weight is not None and bias is not None and weight.dim() != bias.dim():
         raise ShapeError(
-            f"rmsnorm: bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: both must "
+            f"{op}: bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: both must "
             "be (N,) or both (H, N); use .expand() on the shorter one"
         )
 
 
-def _same_shape(name: str, tensor: Tensor | None, x: Tensor) -> None:
+def _same_shape(name: str, tensor: Tensor | None, x: Tensor, op: str = "rmsnorm") -> None:
     if tensor is None or tensor.shape == x.shape:
         return
     if tensor.dim() != x.dim():
@@ -235,37 +247,37 @@ def _same_shape(name: str, tensor: Tensor | None, x: Tensor) -> None:
         axis = next(i for i in range(x.dim()) if tensor.shape[i] != x.shape[i])
         found = f"{name}.shape[{axis}] is {tensor.shape[axis]}, x.shape[{axis}] is {x.shape[axis]}"
     raise ShapeError(
-        f"rmsnorm: {found}: the shapes must be equal; to broadcast, use {name}.expand(x.shape)"
+        f"{op}: {found}: the shapes must be equal; to broadcast, use {name}.expand(x.shape)"
         if name != "out"
-        else f"rmsnorm: {found}: out must have the shape of x; it is not resized"
+        else f"{op}: {found}: out must have the shape of x; it is not resized"
     )
 
 
-def dtype(name: str, given: torch.dtype) -> None:
+def dtype(name: str, given: torch.dtype, op: str = "rmsnorm") -> None:
     """Check that kernels take a dtype; raises DTypeError, which names the operand."""
     try:
         torch_op.dtype_name(given)
     except DTypeError:
         raise DTypeError(
-            f"rmsnorm: {name} is {_name(given)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
+            f"{op}: {name} is {_name(given)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
             "convert with .to()"
         ) from None
 
 
-def _writable(out: Tensor, per_head: bool) -> None:
+def _writable(out: Tensor, per_head: bool, op: str = "rmsnorm") -> None:
     """Rows must be views that a kernel can write, and no element may lie twice in memory."""
     for extent, stride in zip(out.shape, out.stride(), strict=True):
         if stride == 0 and extent > 1:
             raise LayoutError(
-                "rmsnorm: out is expanded, so several elements share memory: pass .contiguous()"
+                f"{op}: out is expanded, so several elements share memory: pass .contiguous()"
             )
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise LayoutError(
-            f"rmsnorm: out.stride(-1) is {out.stride(-1)}: it must be 1; leave out= away and copy"
+            f"{op}: out.stride(-1) is {out.stride(-1)}: it must be 1; leave out= away and copy"
         )
     if not rows.is_reachable(out, per_head):
         raise LayoutError(
-            f"rmsnorm: out has strides {out.stride()}: at most two strides may lead to its rows"
+            f"{op}: out has strides {out.stride()}: at most two strides may lead to its rows"
             f"{', one of them to the heads' if per_head else ''}; leave out= away and copy"
         )
 

@@ -16,6 +16,12 @@ class FwdConfig(RowConfig):
     shiftable = True
 
 
+class CentredFwdConfig(FwdConfig):
+    """Forward of LayerNorm."""
+
+    shiftable = False
+
+
 @dataclass(frozen=True)
 class BwdConfig:
     """Backward.

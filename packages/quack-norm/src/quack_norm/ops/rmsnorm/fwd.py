@@ -5,16 +5,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from quack_core.device import fast_math
-from quack_core.device.reduce import Partial, thread_sum
+from quack_core.device.reduce import MOMENTS, SUM, Partial, Reduction, thread_moments, thread_sum
 from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.tile import RowMapTile
 
 from .config import FwdConfig
-from .spec import RMSNormFwdSpec
+from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 
 class RMSNormRows:
-    """h = x + residual is reduced and stored; out = h * rstd * (weight + offset) + bias."""
+    """h = x + residual is reduced and stored; out = h * rstd * (weight + offset) + bias.
+
+    LayerNorm (``spec.centred``) subtracts the mean of h first.
+    """
 
     spec: RMSNormFwdSpec
 
@@ -27,7 +30,7 @@ class RMSNormRows:
         residual: cute.Tensor | None,  # like x
         out: cute.Tensor,  # like x
         residual_out: cute.Tensor | None,  # like x
-        rstd: cute.Tensor | None,  # (M,) or (M1, M0)
+        rstd: cute.Tensor | None,  # (M,) or (M1, M0), or (..., 4)
         state: cute.Tensor | None,  # (config.state_ints,)
         eps: Float32,
         weight_offset: Float32,
@@ -37,17 +40,33 @@ class RMSNormRows:
         operands = (x, weight, bias, residual, out, residual_out, rstd, state)
         self.start(operands, (eps, weight_offset), groups, stream)
 
+    @property
+    def needs_exists(self) -> bool:
+        return self.spec.centred
+
+    def reduction_of(self, spec: RMSNormFwdSpec) -> Reduction:
+        return MOMENTS if spec.centred else SUM
+
     def combine(self, first, second, scalars):
         return first if second is None else first + second
 
-    def partial(self, values) -> Partial:
-        return (thread_sum(values * values),)
+    def partial(self, values, exists) -> Partial:
+        return (
+            thread_moments(values, exists) if self.spec.centred else (thread_sum(values * values),)
+        )
 
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:
-        """rstd"""
-        return (fast_math.rsqrt(total[0] * (1 / self.spec.n) + scalars[0]),)
+        """rstd; if the mean is subtracted, the mean as well, and its two parts"""
+        mean_square = total[-1] * (1 / self.spec.n)
+        rstd = fast_math.rsqrt(mean_square + scalars[0])
+        if not self.spec.centred:
+            return (rstd,)
+        _, base, offset, _ = total
+        return rstd, base + offset, base, offset
 
     def result(self, values, known, columns, scalars):
+        if self.spec.centred:
+            values = (values - known[2]) - known[3]
         return scale(values, known[0], *columns, scalars[1], self.spec)
 
 
@@ -81,7 +100,7 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
         align = spec.align if shape is rows else spec.weight_align
         return symbolic(name, shape, align=align)
 
-    rstd = symbolic("float32", outer, align=4, contiguous=True) if spec.rstd else None
+    rstd = statistics(spec, outer) if spec.rstd else None
     state = None
     if config.state_ints:
         state = symbolic("int32", (config.state_ints,), align=4, contiguous=True)
@@ -98,6 +117,12 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
         Float32(0),
         Int32(0),
     )
+
+
+def statistics(spec: RMSNormFwdSpec | RMSNormBwdSpec, outer: tuple):
+    """Symbolic rstd of each row, or all that ``spec.statistics`` counts."""
+    shape = (*outer, 4) if spec.centred else outer
+    return symbolic("float32", shape, align=4, contiguous=True)
 
 
 def build(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple[RMSNormFwd, tuple]:

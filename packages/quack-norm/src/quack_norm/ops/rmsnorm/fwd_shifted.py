@@ -21,7 +21,7 @@ from quack_norm.ops.row_map.base import (
     num_rows,
     slice_pointer,
     store_piece,
-    store_statistic,
+    store_statistics,
 )
 
 from .config import FwdConfig
@@ -92,7 +92,7 @@ class RMSNormFwdShifted(RMSNormRows, RowMap):
         known = self.finish(self.reduce((square_sum,), exchange, tid, Int32(0)), scalars)
         if const_expr(mRstd is not None):
             if valid and thread == 0 and rank == 0:
-                store_statistic(mRstd, at, known[0])
+                store_statistics(mRstd, at, known)
 
         for p in cutlass.range_constexpr(tiling.passes):
             h = self.values([rX[p], None if rR is None else rR[p]], scalars)

@@ -37,12 +37,14 @@ def forward(
     residual_dtype: torch.dtype | None,
     want_rstd: bool,
     out: Tensor | None = None,
+    centred: bool = False,
 ) -> Forward:
     """As `reference.forward`, on CUDA tensors.
 
     Args:
         want_rstd: whether to return rstd.
         out: written instead of new memory; it has passed `check.output`.
+        centred: subtract the mean.
 
     Returns:
         ``(out, h or None, rstd or None)``. Without residual and change of dtype h is x itself.
@@ -73,6 +75,7 @@ def forward(
         residual_dtype,
         want_rstd,
         weight_offset != 0,
+        centred,
         x.get_device(),
     )
     launch = _forward.get(key)
@@ -82,7 +85,7 @@ def forward(
         or not (dense or rows.is_rows(x))
     ):
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
-        y, stored, rstd = _forward_cold(key, None, *args, out)
+        y, stored, rstd = _forward_cold(key, None, *args, out, centred)
         return y, x if h is x else stored, rstd
     if out is not None:
         y = out
@@ -91,7 +94,8 @@ def forward(
     if residual_dtype is not None:
         h = _empty(x, dense, residual_dtype)
     if want_rstd:
-        rstd = x.new_empty(count if rank == 2 else shape[:-1], dtype=torch.float32)
+        outer = (count,) if rank == 2 else shape[:-1]
+        rstd = x.new_empty((*outer, 4) if centred else outer, dtype=torch.float32)
     stored = None if h is x else h
     try:
         launch(x, weight, bias, residual, y, stored, rstd, None, eps, weight_offset, count)
@@ -99,10 +103,11 @@ def forward(
         raise
     except (TypeError, ValueError) as refusal:
         args = (x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, want_rstd)
-        y, stored, rstd = _forward_cold(key, refusal, *args, out)
+        y, stored, rstd = _forward_cold(key, refusal, *args, out, centred)
         return y, x if h is x else stored, rstd
     except Exception:  # a tensor without memory, such as a meta tensor; CUDA's own trouble
-        check.forward(x, weight, bias, residual, eps, weight_offset, out_dtype, residual_dtype, out)
+        dtypes, name = (out_dtype, residual_dtype), check.name_of(centred)
+        check.forward(x, weight, bias, residual, eps, weight_offset, *dtypes, out, name)
         raise
     return y, h, rstd
 
@@ -119,6 +124,7 @@ def backward(
     dweight: bool,
     dbias_dtype: torch.dtype | None,
     per_head: bool,
+    centred: bool = False,
 ) -> Backward:
     """As `reference.backward`, on CUDA tensors, in one launch."""
     shape, dense = h.shape, h.is_contiguous()
@@ -137,6 +143,7 @@ def backward(
         dbias_dtype,
         per_head,
         weight_offset != 0,
+        centred,
         h.get_device(),
     )
     launch = _backward.get(key)
@@ -148,7 +155,7 @@ def backward(
         or not (dense or rows.is_rows(h))
         or not (dout.is_contiguous() or rows.is_rows(dout))
     ):
-        return _backward_cold(key, None, *args, weight_offset, *options)
+        return _backward_cold(key, None, *args, weight_offset, *options, centred)
     dx = _empty(h, dense, dx_dtype)
     dh = dw = db = None
     if dresidual_dtype is not None:
@@ -163,9 +170,9 @@ def backward(
     except QuackError:
         raise
     except (TypeError, ValueError) as refusal:
-        return _backward_cold(key, refusal, *args, weight_offset, *options)
+        return _backward_cold(key, refusal, *args, weight_offset, *options, centred)
     except Exception:  # as in the forward; more heads than a grid has, too
-        check.backward(*args, *options)
+        check.backward(*args, *options, centred, check.name_of(centred))
         raise
     return dx, dh, dw, db
 
@@ -179,6 +186,13 @@ def _empty(x: Tensor, dense: bool, dtype: torch.dtype | None) -> Tensor:
 
 def _same_shape(x: Tensor, *others: Tensor | None) -> bool:
     return all(other is None or other.shape == x.shape for other in others)
+
+
+def _packed(statistics: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Contiguous, in a shape; the same tensor if it is so already."""
+    if statistics.shape == shape and statistics.is_contiguous():
+        return statistics
+    return statistics.reshape(shape).contiguous()
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:
@@ -198,6 +212,7 @@ def _forward_cold(
     residual_dtype: torch.dtype | None,
     want_rstd: bool,
     out: Tensor | None,
+    centred: bool,
 ) -> Forward:
     """The first call of a kind, empty operands, and operands that must become rows first.
 
@@ -208,9 +223,9 @@ def _forward_cold(
     options = (eps, weight_offset, out_dtype, residual_dtype)
     # With more dimensions a launch follows whose launcher checks all but what merging them hides.
     if x.dim() < 4 or x.numel() == 0 or not _same_shape(x, residual, out):
-        check.forward(x, weight, bias, residual, *options, out)
+        check.forward(x, weight, bias, residual, *options, out, check.name_of(centred))
     if x.numel() == 0:  # torch's own kernels know what to do with nothing
-        empty, stored, none = reference.forward(x, weight, bias, residual, *options)
+        empty, stored, none = reference.forward(x, weight, bias, residual, *options, centred)
         return empty if out is None else out, stored, none if want_rstd else None
     per_head = 2 in [t.ndim for t in (weight, bias) if t is not None]
     outer = rows.outer_shape((out, x, residual), per_head)  # out is never copied
@@ -227,13 +242,13 @@ def _forward_cold(
             raise refusal
         with torch_workspace.relaxed_capture():  # compiling and loading, should a graph record
             aligned = refusal is None and rows.alignment(*given) == prepare.ALIGN
-            _forward[key] = prepare.forward(*given[:4], *options, want_rstd, aligned)
-            return forward(*given[:4], *options, want_rstd, out)
-    result, stored, rstd = forward(*packed[:4], *options, want_rstd, packed[4])
+            _forward[key] = prepare.forward(*given[:4], *options, want_rstd, aligned, centred)
+            return forward(*given[:4], *options, want_rstd, out, centred)
+    result, stored, rstd = forward(*packed[:4], *options, want_rstd, packed[4], centred)
     return (
         result.view(x.shape) if out is None else out,
         None if stored is None else stored.view(x.shape),
-        None if rstd is None else rstd.view(x.shape[:-1]),
+        None if rstd is None else rstd.view((*x.shape[:-1], 4) if centred else x.shape[:-1]),
     )
 
 
@@ -251,21 +266,25 @@ def _backward_cold(
     dweight: bool,
     dbias_dtype: torch.dtype | None,
     per_head: bool,
+    centred: bool,
 ) -> Backward:
     """As `_forward_cold`."""
     options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head)
-    if h.dim() < 4 or not _same_shape(h, dout, dresidual_out) or rstd.shape != h.shape[:-1]:
-        check.backward(h, weight, dout, rstd, dresidual_out, *options)
+    shape = (*h.shape[:-1], 4) if centred else h.shape[:-1]
+    if h.dim() < 4 or not _same_shape(h, dout, dresidual_out) or rstd.shape != shape:
+        check.backward(
+            h, weight, dout, rstd, dresidual_out, *options, centred, check.name_of(centred)
+        )
     if h.numel() == 0:
         args = (h, weight, dout, rstd, dresidual_out, weight_offset)
-        return reference.backward(*args, *options)
+        return reference.backward(*args, *options, centred)
     outer = rows.outer_shape((h, dout, dresidual_out), per_head)
     given = (h, weight, dout, rstd, dresidual_out)
     packed = (
         rows.as_rows(h, outer),
         _contiguous(weight),
         rows.as_rows(dout, outer),
-        rstd if rstd.shape == outer and rstd.is_contiguous() else rstd.reshape(outer).contiguous(),
+        _packed(rstd, (*outer, 4) if centred else outer),
         None if dresidual_out is None else rows.as_rows(dresidual_out, outer),
     )
     if all(a is b for a, b in zip(packed, given, strict=True)):
@@ -274,8 +293,8 @@ def _backward_cold(
         with torch_workspace.relaxed_capture():
             moved = (h, weight, dout, dresidual_out)
             aligned = refusal is None and rows.alignment(*moved) == prepare.ALIGN
-            _backward[key] = prepare.backward(*given, weight_offset, *options, aligned)
-            return backward(*given, weight_offset, *options)
-    dx, dh, dw, db = backward(*packed, weight_offset, *options)
+            _backward[key] = prepare.backward(*given, weight_offset, *options, aligned, centred)
+            return backward(*given, weight_offset, *options, centred)
+    dx, dh, dw, db = backward(*packed, weight_offset, *options, centred)
     shape = h.shape
     return dx.view(shape), None if dh is None else dh.view(shape), dw, db

@@ -34,6 +34,7 @@ def forward(
     residual_dtype: torch.dtype | None,
     want_rstd: bool,
     aligned: bool,
+    centred: bool = False,
 ) -> Launcher:
     """A launcher of the forward for rows like these.
 
@@ -55,6 +56,7 @@ def forward(
         residual=_name(_dtype(residual)),
         residual_out=_name(residual_dtype),
         rstd=want_rstd,
+        centred=centred,
         offset=weight is not None and weight_offset != 0,
         per_head=parameter is not None and parameter.dim() == 2,
         rank=x.dim(),
@@ -91,6 +93,7 @@ def backward(
     dbias_dtype: torch.dtype | None,
     per_head: bool,
     aligned: bool,
+    centred: bool = False,
 ) -> Launcher:
     """A launcher of the backward for rows like these; ``aligned`` as in `forward`.
 
@@ -111,6 +114,7 @@ def backward(
         offset=weight is not None and weight_offset != 0,
         per_head=per_head,
         rank=h.dim(),
+        centred=centred,
     )
     device = h.get_device()
     operands = (spec.x, spec.dout, spec.dx, spec.weight, spec.dbias)

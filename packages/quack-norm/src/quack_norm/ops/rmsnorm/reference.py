@@ -16,8 +16,11 @@ def forward(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     residual_dtype: torch.dtype | None,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """``h = x + residual``, ``out = h * rstd * (weight + weight_offset) + bias``.
+
+    LayerNorm (``centred``) takes ``h - mean(h)`` in place of h.
 
     Args:
         x: ``(..., N)``.
@@ -27,20 +30,30 @@ def forward(
         weight_offset: added to the weight.
         out_dtype: of ``out``; that of x by default.
         residual_dtype: of h as a result; None does not return it.
+        centred: subtract the mean.
 
     Returns:
-        ``(out, h or None, rstd)``; rstd is float32 without the last dimension of x.
+        ``(out, h or None, rstd)``; rstd is float32 without the last dimension of x. With the mean
+        subtracted it is ``(..., 4)``: rstd, mean, and the mean as base + offset.
     """
     h = x.contiguous().float()  # the order of a row's sum must not follow strides
     if residual is not None:
         h = h + residual.float()
-    rstd = torch.rsqrt(h.square().mean(dim=-1) + eps)
-    out = h * rstd.unsqueeze(-1)
+    mean, around = None, h
+    if centred:  # the mean keeps bits below its own ulp, as in the kernels
+        mean = h.double().mean(dim=-1, keepdim=True)
+        around = (h.double() - mean).float()
+    rstd = torch.rsqrt(around.square().mean(dim=-1) + eps)
+    out = around * rstd.unsqueeze(-1)
     if weight is not None:
         out = out * (weight.float() + weight_offset)
     if bias is not None:
         out = out + bias.float()
     stored = None if residual_dtype is None else _fresh(h, x, residual_dtype)
+    if mean is not None:
+        base = h[..., :1]
+        parts = (rstd.unsqueeze(-1), mean.float(), base, (mean - base).float())
+        rstd = torch.cat(parts, dim=-1)
     return out.to(out_dtype or x.dtype), stored, rstd
 
 
@@ -56,8 +69,11 @@ def backward(
     dweight: bool,
     dbias_dtype: torch.dtype | None,
     per_head: bool,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `forward`; ``dh = rstd * (wdy - xhat * mean(wdy * xhat)) + dresidual_out``.
+
+    Where the mean is subtracted, ``mean(wdy)`` is subtracted from wdy, too.
 
     Args:
         h: the normalised rows ``(..., N)``: x, or the stored ``x + residual``.
@@ -71,16 +87,22 @@ def backward(
         dweight: whether the gradient of the weight is wanted; it has the weight's dtype.
         dbias_dtype: dtype of dbias; None if it is not wanted.
         per_head: weight and bias are ``(H, N)``.
+        centred: as in `forward`.
 
     Returns:
         ``(dx, dresidual, dweight, dbias)``, None for those not wanted.
     """
     parameter = h.shape[-2:] if per_head else h.shape[-1:]
-    scale = rstd.unsqueeze(-1)
-    dy = dout.contiguous().float()
-    normalised = h.contiguous().float() * scale
-    wdy = dy if weight is None else dy * (weight.float() + weight_offset)
-    dh = scale * (wdy - normalised * (wdy * normalised).mean(dim=-1, keepdim=True))
+    kind = torch.float64 if centred else torch.float32
+    scale = (rstd[..., :1] if centred else rstd.unsqueeze(-1)).to(kind)
+    dy = dout.contiguous().to(kind)
+    around = h.contiguous().to(kind)
+    if centred:
+        around = around - rstd[..., 2:].to(kind).sum(dim=-1, keepdim=True)
+    normalised = around * scale
+    wdy = dy if weight is None else dy * (weight.to(kind) + weight_offset)
+    level = wdy.mean(dim=-1, keepdim=True) if centred else 0.0
+    dh = scale * (wdy - level - normalised * (wdy * normalised).mean(dim=-1, keepdim=True))
     if dresidual_out is not None:
         dh = dh + dresidual_out.float()
     dw = None

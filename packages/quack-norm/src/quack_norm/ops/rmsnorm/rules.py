@@ -9,7 +9,7 @@ from quack_core.errors import UnsupportedError
 from quack_norm.ops.row_map import rules
 from quack_norm.ops.row_map.rules import clusters, threads_for
 
-from .config import BwdConfig, FwdConfig
+from .config import BwdConfig, CentredFwdConfig, FwdConfig
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec
 
 LONG_VALUES = 64
@@ -23,7 +23,7 @@ def default_fwd(spec: RMSNormFwdSpec, arch: Arch) -> FwdConfig:
         UnsupportedError: no configuration fits the architecture.
     """
     best = replace(spec, align=16, weight_align=16, in_phase=True)
-    config = rules.choose(FwdConfig, best, arch)
+    config = rules.choose(CentredFwdConfig if spec.centred else FwdConfig, best, arch)
     if config is None:
         raise _unsupported("forward", spec.n, arch)
     return config

@@ -24,6 +24,7 @@ class RMSNormFwdSpec:
         weight_align: the same for weight and bias (and their gradients).
         in_phase: whether corresponding rows of all operands begin at the same offset, in elements,
             from a multiple of ``full_vector`` elements; matters if ``n`` is no multiple of it.
+        centred: LayerNorm: the mean of h is subtracted first, and rstd is that of the rest.
     """
 
     n: int
@@ -40,11 +41,22 @@ class RMSNormFwdSpec:
     align: int = 16
     weight_align: int = 16
     in_phase: bool = True
+    centred: bool = False
 
     kept = 1  # float32 values of each column in a kernel that takes rows piece by piece
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def statistics(self) -> int:
+        """float32 values that describe a row, if they are returned."""
+        return statistics(self.centred)
+
+    @property
+    def extra_registers(self) -> int:
+        """What a thread of LayerNorm needs beyond one of RMSNorm."""
+        return (40 if self.odd else 16) if self.centred else 0
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -76,7 +88,7 @@ class RMSNormFwdSpec:
     @property
     def name(self) -> str:
         """Kernel name, as profilers show it."""
-        return f"rmsnorm_fwd_{dtypes.short(self.x)}_n{self.n}"
+        return f"{'layer' if self.centred else 'rms'}norm_fwd_{dtypes.short(self.x)}_n{self.n}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,7 @@ class RMSNormBwdSpec:
     rank: int = 2
     align: int = 16
     weight_align: int = 16
+    centred: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
@@ -121,7 +134,16 @@ class RMSNormBwdSpec:
     @property
     def name(self) -> str:
         """Kernel name, as profilers show it."""
-        return f"rmsnorm_bwd_{dtypes.short(self.x)}_n{self.n}"
+        return f"{'layer' if self.centred else 'rms'}norm_bwd_{dtypes.short(self.x)}_n{self.n}"
+
+
+def statistics(centred: bool) -> int:
+    """float32 values that describe a row: rstd, or rstd, mean, and the mean as base + offset.
+
+    The two parts keep bits below the mean's own ulp, which the backward needs where the mean is
+    large.
+    """
+    return 4 if centred else 1
 
 
 def _check(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> None:

@@ -1,7 +1,7 @@
 """What an operator on rows computes, apart from how rows move; and the pieces that all of them use."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from quack_core.device import copy
 from quack_core.device.reduce import SUM, Partial, Reduction
@@ -20,6 +20,7 @@ class RowMap(ReductionBase):
 
     fill = 0.0
     num_values = 1  # vectors that ``combine`` gives
+    needs_exists = False  # whether ``partial`` has to know what belongs to the row
 
     def reduction_of(self, spec) -> Reduction:
         """The reduction of ``partial``."""
@@ -34,12 +35,16 @@ class RowMap(ReductionBase):
         """The values that are reduced, and written to the second output if there is one."""
         raise NotImplementedError
 
-    def partial(self, values: Values) -> Partial:
-        """A thread's part of the reduction."""
+    def partial(self, values: Values, exists: cute.TensorSSA | None) -> Partial:
+        """A thread's part of the reduction.
+
+        Args:
+            exists: which elements belong to the row; None if all do, or if ``needs_exists`` is false.
+        """
         raise NotImplementedError
 
     def finish(self, total: Partial, scalars: tuple[Float32, ...]) -> tuple[Float32, ...]:
-        """What is known of a row after the reduction; the first value is the row's statistic."""
+        """What is known of a row after the reduction; its first values are the row's statistics."""
         raise NotImplementedError
 
     def result(
@@ -55,6 +60,18 @@ class RowMap(ReductionBase):
             columns: registers of the operands that all rows share, such as weight and bias.
         """
         raise NotImplementedError
+
+    def exists(self, thread: Int32, rank: Int32) -> cute.TensorSSA | None:
+        """Which of a thread's elements (vec, passes) belong to the row."""
+        tiling, n = self.tiling, self.spec.n
+        if not self.needs_exists or tiling.cols * tiling.cluster == n:
+            return None
+        found = copy.make_registers(tiling, Boolean)
+        first = rank * tiling.cols + tiling.start(thread)
+        for p in range(tiling.passes):
+            for v in range(tiling.vec):
+                found[v, p] = first + p * tiling.step + v < n
+        return found.load()
 
     def values(self, registers: list, scalars: tuple[Float32, ...]) -> Values:
         """``combine`` on registers of the rows' dtypes; None for an absent second row."""
@@ -99,8 +116,15 @@ def column_pointer(tensor: cute.Tensor, at: tuple[Int32, ...], first: Int32) -> 
     return tensor[Int64(at[-1]), None].iterator + first
 
 
-def store_statistic(tensor: cute.Tensor, at: tuple[Int32, ...], value: Float32) -> None:
-    tensor[at if len(at) > 1 else at[0]] = value
+def store_statistics(
+    tensor: cute.Tensor, at: tuple[Int32, ...], known: tuple[Float32, ...]
+) -> None:
+    """One value per row, or as many as the last dimension of the tensor has."""
+    if cute.rank(tensor) == len(at):
+        tensor[at if len(at) > 1 else at[0]] = known[0]
+    else:
+        for i in range(tensor.shape[-1]):
+            tensor[(*at, i)] = known[i]
 
 
 def store_row(values, pointer: cute.Pointer, tiling, thread: Int32, align: int, pred) -> None:

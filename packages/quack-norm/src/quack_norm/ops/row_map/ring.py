@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from quack_core.device import barrier, copy, tma
 from quack_core.reduction.tiling import WARP
 
-from .base import RowMap, coordinates, num_rows, slice_pointer, store_row, store_statistic
+from .base import RowMap, coordinates, num_rows, slice_pointer, store_row, store_statistics
 from .config import RowConfig
 
 NO_ROW = -1
@@ -256,14 +256,14 @@ class RowMapRing(RowMap):
             rR = self._read(mR, ring.residual, phase.stage, at, place)
             barrier.arrive(ring.empty, phase)
             h = self.values([rX, rR], scalars)
-            partial = self.partial(h)
+            partial = self.partial(h, self.exists(tid, rank))
             if const_expr(mH is not None):
                 self._write(h, mH, at, place)
             total = self.reduce(partial, exchange, tid, step)
             known = self.finish(total, scalars)
             if const_expr(mStatistic is not None):
                 if tid == 0 and rank == 0:
-                    store_statistic(mStatistic, at, known[0])
+                    store_statistics(mStatistic, at, known)
             y = self.result(self.values([rX, rR], scalars), known, columns, scalars)
             self._write(y, mY, at, place)
             step += 1

@@ -72,7 +72,8 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
         return values * words <= config.registers - 44
     if config.persistent:  # everything as it is
         words = sum(dtypes.width(name) / 32 for name in (*spec.rows, *spec.columns))
-        return values * words <= config.registers - (44 if spec.odd else 40)
+        spare = (44 if spec.odd else 40) + spec.extra_registers
+        return values * words <= config.registers - spare
     words = 1 + sum(dtypes.width(name) / 32 for name in spec.rows[1:])  # x becomes float32
     return values * words <= config.registers - 32
 

@@ -39,6 +39,10 @@ class RowSpec(Protocol):
         """Dtypes of the operands that all rows share."""
 
     @property
+    def extra_registers(self) -> int:
+        """What a thread needs beyond what most operators need."""
+
+    @property
     def kept(self) -> int:
         """float32 values that a thread keeps of each column where rows are taken piece by piece."""
 

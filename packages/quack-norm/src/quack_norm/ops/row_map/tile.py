@@ -17,7 +17,7 @@ from .base import (
     slice_pointer,
     store_piece,
     store_row,
-    store_statistic,
+    store_statistics,
     together,
 )
 from .config import HELD_VALUES, RowConfig
@@ -80,11 +80,11 @@ class RowMapTile(RowMap):
             h = together([registers.load() for registers in kept])
 
         self.join_cluster()
-        total = self.reduce(self.partial(h), exchange, tid, Int32(0))
+        total = self.reduce(self.partial(h, self.exists(thread, rank)), exchange, tid, Int32(0))
         known = self.finish(total, scalars)
         if const_expr(mStatistic is not None):
             if valid and thread == 0 and rank == 0:
-                store_statistic(mStatistic, at, known[0])
+                store_statistics(mStatistic, at, known)
         if const_expr(tiling.values <= HELD_VALUES):
             if const_expr(late):
                 columns = self._load((mW, mB), column_pointer, weight_align, place)

@@ -36,7 +36,7 @@ class SoftmaxGradientRows:
     def combine(self, first, second, scalars):
         return first, second
 
-    def partial(self, values) -> Partial:
+    def partial(self, values, exists) -> Partial:
         out, dout = values
         return (thread_sum(dout if self.spec.log else dout * out),)
 

@@ -39,7 +39,7 @@ class SoftmaxRows:
     def combine(self, first, second, scalars):
         return first * scalars[0] if self.spec.scaled else first
 
-    def partial(self, values) -> Partial:
+    def partial(self, values, exists) -> Partial:
         return thread_online(values, fast_math.LOG2_E)
 
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:

@@ -36,6 +36,7 @@ class SoftmaxFwdSpec:
     in_phase = True
     per_head = False
     columns = ()
+    extra_registers = 0
     kept = 1
 
     def __post_init__(self) -> None:
@@ -86,6 +87,7 @@ class SoftmaxBwdSpec:
     in_phase = True
     per_head = False
     columns = ()
+    extra_registers = 0
     kept = 2  # out and dout
 
     def __post_init__(self) -> None:

@@ -1,0 +1,1 @@
+"""LayerNorm: the kernels of RMSNorm, with the mean subtracted."""
