@@ -86,8 +86,9 @@ def test_unaligned(cuda, probe, offset):
 
     spec, rows = probe.spec, 9
     piece, vec = spec.path == "piece", spec.tiling.vec
-    x_stride = spec.n if piece else spec.n + vec - spec.n % vec
-    x_first = offset if piece else 0
+    aligned = spec.path == "shift"
+    x_stride = spec.n + vec - spec.n % vec if aligned else spec.n
+    x_first = 0 if aligned else offset
     numbers = even_numbers((rows * x_stride + 64,), spec.dtype)
     x = rows_at(numbers, x_first, rows, spec.n, x_stride)
     y_first = 8 + 3 * offset

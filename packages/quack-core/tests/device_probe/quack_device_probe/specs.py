@@ -45,7 +45,7 @@ class VectorSpec:
 
 @dataclass(frozen=True)
 class UnalignedSpec:
-    """Rows that begin anywhere are copied to rows that begin elsewhere: ``piece`` or ``shift``."""
+    """Rows that begin anywhere are copied to others: ``piece``, ``shift``, ``vectors``."""
 
     n: int
     dtype: str
@@ -137,7 +137,7 @@ class MathsSpec:
     name: str = "probe_maths"
 
 
-UNALIGNED = ("piece", "shift")
+UNALIGNED = ("piece", "shift", "vectors")
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
 PROBES = (

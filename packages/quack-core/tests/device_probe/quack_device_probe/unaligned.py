@@ -1,14 +1,16 @@
-"""Rows that begin anywhere: load_piece, clear_outside, load_shifted, store_piece."""
+"""Rows that begin anywhere: pieces of memory, and vectors that are shifted to and from them."""
 
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
+import cutlass.memory
 from cutlass import Int32, Int64, const_expr, cute
 
 from quack_core.device import copy
 from quack_core.jit.compile import symbolic, to_cute
 from quack_core.jit.dsl import sym_int
+from quack_core.reduction.tiling import WARP
 
 from .specs import ProbeConfig, UnalignedSpec
 
@@ -19,6 +21,8 @@ class Unaligned:
     * ``piece``: x begins anywhere. What the threads hold, with zeros outside of the row, goes to
       z as well: (rows, columns of the tiling).
     * ``shift``: x begins at a multiple of 16 bytes, y anywhere and gets 16-byte stores.
+    * ``vectors``: x begins anywhere and goes through shared memory with what lies around it; y, at
+      another offset, gets 16-byte stores. Threads hold the vectors of the row itself.
     """
 
     def __init__(self, spec: UnalignedSpec) -> None:
@@ -34,10 +38,17 @@ class Unaligned:
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor, mZ: cute.Tensor | None):
-        tiling, n = const_expr(self.tiling), const_expr(self.spec.n)
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         pX, pY = (t[Int64(row), None].iterator for t in (mX, mY))
+        if const_expr(self.spec.path == "vectors"):
+            self._vectors(pX, pY, thread)
+        else:
+            self._pieces(pX, pY, mZ, row, thread)
+
+    @cute.jit
+    def _pieces(self, pX: cute.Pointer, pY: cute.Pointer, mZ, row: Int32, thread: Int32):
+        tiling, n = const_expr(self.tiling), const_expr(self.spec.n)
         vec, count = const_expr(tiling.vec), Int32(n)
         piece = const_expr(self.spec.path == "piece")
         offset = copy.vector_offset(pX if piece else pY, vec)
@@ -49,17 +60,36 @@ class Unaligned:
                 copy.clear_outside(values, index, count)
                 pZ = mZ[Int64(row), None].iterator
                 copy.store_piece(values, pZ, place, Int32(tiling.cols), copy.CHUNK)
-                copy.store_piece(values, pY, index, count, const_expr(mX.element_type.width // 8))
+                copy.store_piece(values, pY, index, count, const_expr(pX.dtype.width // 8))
             else:
                 values = copy.load_shifted(pX, index, count, vec)
                 copy.store_piece(values, pY, index, count, copy.CHUNK)
+
+    @cute.jit
+    def _vectors(self, pX: cute.Pointer, pY: cute.Pointer, thread: Int32):
+        tiling, vec, n = const_expr(self.tiling), const_expr(self.tiling.vec), Int32(self.spec.n)
+        chunk = const_expr(copy.CHUNK * 8 // pX.dtype.width)
+        smem = cutlass.memory.SmemAllocator()
+        layout = cute.make_layout(tiling.cols + chunk)
+        shared = smem.allocate_tensor(pX.dtype, layout, byte_alignment=16).iterator
+        before = copy.vector_offset(pX, chunk)
+        for at in cutlass.range(thread * chunk, n + before, tiling.num_threads * chunk, unroll=1):
+            around = copy.load_piece(pX, at - before, n, chunk, copy.CHUNK)
+            copy.store_piece(around, shared, at, Int32(tiling.cols + chunk), copy.CHUNK)
+        cute.arch.sync_threads()
+        registers = copy.make_registers(tiling, pX.dtype)
+        for p in cutlass.range_constexpr(tiling.passes):
+            place = tiling.start(thread) + p * tiling.step
+            num_bytes = before * (pX.dtype.width // 8)
+            registers[None, p].store(copy.read_shifted(shared + place, num_bytes, vec).load())
+        copy.store_shifted(registers, pY, tiling.start(thread // WARP * WARP), n)
 
 
 def build(spec: UnalignedSpec, config: ProbeConfig) -> tuple[Unaligned, tuple[Any, ...]]:
     """The kernel and its symbolic arguments."""
     rows, element = sym_int(), to_cute(spec.dtype).width // 8
     piece = spec.path == "piece"
-    x = symbolic(spec.dtype, (rows, spec.n), align=element if piece else copy.CHUNK)
+    x = symbolic(spec.dtype, (rows, spec.n), align=copy.CHUNK if spec.path == "shift" else element)
     y = symbolic(spec.dtype, (rows, spec.n), align=element)
     z = symbolic(spec.dtype if piece else None, (rows, spec.tiling.cols), align=copy.CHUNK)
     return Unaligned(spec), (x, y, z)
