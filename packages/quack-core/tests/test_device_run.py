@@ -157,7 +157,7 @@ def test_tiles(cuda, probe):
 
 
 def reduced(spec, x):
-    """(rows, rounds, width) in float64, from the definition."""
+    """(rows, rounds, width) in float64, from the definition; of moments the mean as one value."""
     import torch
 
     scale = torch.arange(1, spec.rounds + 1, device=x.device, dtype=torch.float64)
@@ -166,38 +166,111 @@ def reduced(spec, x):
         return scaled.sum(-1, keepdim=True)
     if spec.reduction == "sum2":
         return torch.stack([scaled.sum(-1), (scaled**2).sum(-1)], -1)
+    if spec.reduction == "moments":
+        mean = scaled.mean(-1, keepdim=True)
+        return torch.cat([mean, ((scaled - mean) ** 2).sum(-1, keepdim=True)], -1)
     largest = scaled.amax(-1, keepdim=True)
     if spec.reduction == "max":
         return largest
     shift = torch.where(largest == -math.inf, torch.zeros_like(largest), largest)
-    return torch.cat([largest, torch.exp2(scaled - shift).sum(-1, keepdim=True)], -1)
+    power = torch.exp if spec.reduction == "softmax" else torch.exp2
+    return torch.cat([largest, power(scaled - shift).sum(-1, keepdim=True)], -1)
 
 
-@of_module("reduction")
-def test_reductions(cuda, probe):
-    """Every thread gets the same bits; special rows stay what they are."""
+def reduced_by_probe(probe, x):
+    """(rows, rounds, width, threads of a row): what every thread of the kernel has got."""
+    spec = probe.spec
+    shape = (len(x), spec.rounds, spec.width, spec.threads_per_row * spec.cluster)
+    y = marked(math.prod(shape), "float32").view(shape)
+    compiled(probe)(x, y)
+    return y
+
+
+def same_in_every_thread(y):
     import torch
 
-    spec, rows = probe.spec, 7
-    threads, width = spec.threads_per_row * spec.cluster, 1 + (spec.reduction in ("sum2", "online"))
-    x = even_numbers((rows, spec.n), "float32") / (4 if spec.reduction == "online" else 1)
+    return torch.equal(y.view(torch.int32), y[..., :1].view(torch.int32).expand_as(y))
+
+
+def depth(spec):
+    """Values that a thread holds, and levels of the tree over threads."""
+    threads = spec.threads_per_row * spec.cluster
+    return -(-spec.n // (spec.vec * threads)) * spec.vec, 1 + math.ceil(math.log2(threads))
+
+
+def reductions(*names):
+    chosen = [p for p in PROBES if p.module == "reduction" and p.spec.reduction in names]
+    return pytest.mark.parametrize("probe", chosen, ids=lambda probe: probe.id)
+
+
+def rows_with_special_values(spec, divisor=1):
+    x = even_numbers((7, spec.n), "float32") / divisor
     x[1, spec.n // 3] = math.nan
     x[2, spec.n - 1] = math.inf
     x[3] = -math.inf
     x[4, : spec.n // 2] = -math.inf
-    y = marked(rows * spec.rounds * width * threads, "float32")
-    y = y.view(rows, spec.rounds, width, threads)
-    compiled(probe)(x, y)
-    assert torch.equal(y.view(torch.int32), y[..., :1].view(torch.int32).expand_as(y))
-    found, expected = y[..., 0].double(), reduced(spec, x)
-    exact = slice(0, 1) if spec.reduction == "online" else slice(0, width)
-    np.testing.assert_array_equal(found[..., exact].cpu(), expected[..., exact].cpu())
-    if spec.reduction == "online":
-        # ex2.approx is within 2 ** -22; one per value, and one with a product and a sum per level.
-        values = -(-spec.n // (spec.vec * threads)) * spec.vec
-        levels = 1 + math.ceil(math.log2(threads))
-        bound = levels * (2**-22 + 2**-23) + values * 2**-24
-        np.testing.assert_allclose(found[..., 1].cpu(), expected[..., 1].cpu(), rtol=bound)
+    return x
+
+
+@reductions("sum", "sum2", "max")
+def test_reductions(cuda, probe):
+    """Every thread gets the same bits; special rows stay what they are."""
+    x = rows_with_special_values(probe.spec)
+    y = reduced_by_probe(probe, x)
+    assert same_in_every_thread(y)
+    np.testing.assert_array_equal(y[..., 0].cpu(), reduced(probe.spec, x).cpu())
+
+
+@reductions("online", "softmax")
+def test_sums_of_exponentials(cuda, probe):
+    """ex2.approx is within 2 ** -22; one per value, and one with a product and a sum per level."""
+    spec = probe.spec
+    x = rows_with_special_values(spec, divisor=4)
+    y = reduced_by_probe(probe, x)
+    assert same_in_every_thread(y)
+    found, expected = y[..., 0].double().cpu(), reduced(spec, x).cpu()
+    np.testing.assert_array_equal(found[..., 0], expected[..., 0])
+    values, levels = depth(spec)
+    bound = levels * (2**-22 + 2**-23) + values * 2**-24
+    if spec.reduction == "softmax":  # a rounded factor and product, over distances of 16 at most
+        bound += 16 * spec.rounds * 2**-23
+    np.testing.assert_allclose(found[..., 1], expected[..., 1], rtol=bound)
+
+
+@reductions("moments")
+@pytest.mark.parametrize("centre", [0, 2**20])
+def test_moments(cuda, probe, centre):
+    """Far from zero nothing is lost; each rounding is half an ulp of a distance within the row."""
+    spec = probe.spec
+    x = even_numbers((7, spec.n), "float32") + centre
+    x[1] = x[1, :1]  # all alike
+    y = reduced_by_probe(probe, x)
+    assert same_in_every_thread(y)
+    count, base, offset, squares = y[..., 0].double().unbind(-1)
+    mean, wanted = reduced(spec, x).unbind(-1)
+    assert (count == spec.n).all()
+    values, levels = depth(spec)
+    roundings = values + 8 * levels
+    scale = np.arange(1, spec.rounds + 1)
+    error = roundings * 2**-24 * 64 * scale  # rows span 64
+    spread = (spec.n * wanted).sqrt().cpu().numpy()
+    allowed = 2 * error * spread + spec.n * error**2 + roundings * 2**-24 * wanted.cpu().numpy()
+    assert ((base + offset - mean).abs().cpu().numpy() <= error).all()
+    assert ((squares - wanted).abs().cpu().numpy() <= allowed).all()
+    assert (squares[1] == 0).all()
+
+
+@reductions("moments")
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_moments_of_special_values(cuda, probe, special):
+    """One is enough: no thread takes the row for a row with a variance."""
+    x = even_numbers((7, probe.spec.n), "float32")
+    x[2, probe.spec.n - 1] = special
+    y = reduced_by_probe(probe, x)
+    assert y[2, :, 3].isnan().all()
+    others = [row for row in range(7) if row != 2]
+    assert same_in_every_thread(y[others])
+    assert y[others].isfinite().all()
 
 
 def fast_maths(x):

@@ -43,6 +43,38 @@ def online_rows(count, rows=200):
     ]
 
 
+def moments_of(values):
+    """(number, base, mean - base, sum of squared distances from the mean); none: zeros."""
+    if not len(values):
+        return [0.0] * 4
+    exact = np.array(values, np.float64)
+    return [len(exact), exact[0], exact.mean() - exact[0], ((exact - exact.mean()) ** 2).sum()]
+
+
+def moments_rows(count, rows=200):
+    """Values of each partial result: none or a few, far from zero, some all alike."""
+    rng = np.random.default_rng(count)
+    centres = [0.0, 1e4, 1e6]
+    return [
+        [
+            rng.normal(rng.choice(centres), rng.integers(0, 2), rng.choice([0, 1, 3, 8]))
+            .astype(np.float32)
+            .tolist()
+            for _ in range(count)
+        ]
+        for _ in range(rows)
+    ]
+
+
+MOMENTS_ROWS = {count: moments_rows(count) for count in COUNTS}
+THREAD_MOMENTS = [
+    [
+        *np.random.default_rng(row).normal(1e4, 1, exist).astype(np.float32).tolist(),
+        *[0.0] * (8 - exist),
+    ]
+    for row, exist in enumerate(list(range(9)) * 20)
+]
+
 SPECIAL_MAX = [
     ([1.0, 2.0], 2.0),
     ([-INF, -INF], -INF),
@@ -81,6 +113,13 @@ REQUESTS = {
     ("thread", "max", 16): random_rows(16),
     ("thread", "max", "special"): [[[v] for v in values] for values, _ in SPECIAL_MAX],
     ("thread", "online", "special"): [[[v] for v in row] for row, *_ in SPECIAL_THREAD_ONLINE],
+    **{
+        ("tree", "moments", (n, turn)): [[moments_of(p) for p in row[::turn]] for row in rows]
+        for n, rows in MOMENTS_ROWS.items()
+        for turn in (1, -1)
+    },
+    ("thread", "some_moments", 8): [[[v] for v in row] for row in THREAD_MOMENTS],
+    ("thread", "moments", 8): [[[v] for v in row] for row in THREAD_MOMENTS if all(row)],
     ("phases", str(STAGES), 10): [None] * 10,
 }
 
@@ -187,6 +226,48 @@ def test_online_combine_is_the_sum_of_exponentials(on_host, count):
         tolerance = levels * (60 * math.log(2) + 4) * np.finfo(np.float32).eps * total
         assert found[0] == largest
         assert abs(found[1] - total) <= tolerance
+
+
+def assert_moments(found, values, roundings):
+    """Each rounding is at most half an ulp of a distance within the row."""
+    count, _, _, squares = moments_of(values)
+    assert found[0] == count
+    if not count:
+        assert found[1:] == [0.0, 0.0, 0.0]
+        return
+    assert np.float32(found[1]) in np.float32(values)  # the base is one of the values
+    exact = np.array(values, np.float64)
+    error = roundings * np.finfo(np.float32).eps / 2 * np.ptp(exact)
+    assert abs(found[1] + found[2] - exact.mean()) <= error
+    # The error of a distance counts twice in its square, and once more squared.
+    spread = math.sqrt(count * squares)
+    allowed = 2 * error * spread + count * error**2 + roundings * 2**-24 * squares
+    assert abs(found[3] - squares) <= allowed
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_moments_are_those_of_all_values(on_host, count):
+    """Values around a million with a spread of one lose nothing; empty parts change nothing."""
+    levels = math.ceil(math.log2(count)) if count > 1 else 0
+    for parts, found in zip(
+        MOMENTS_ROWS[count], on_host["tree", "moments", (count, 1)], strict=True
+    ):
+        # The parts themselves are rounded, and each level rounds at most eight times.
+        assert_moments(found, [v for part in parts for v in part], 2 + 8 * levels)
+
+
+def test_moments_of_two_are_the_same_in_both_orders(on_host):
+    """Lanes of a butterfly combine the same two results, each its own first."""
+    assert on_host["tree", "moments", (2, 1)] == on_host["tree", "moments", (2, -1)]
+
+
+def test_moments_of_a_thread(on_host):
+    """All of eight values, or as many of them as exist."""
+    for row, found in zip(THREAD_MOMENTS, on_host["thread", "some_moments", 8], strict=True):
+        assert_moments(found, [v for v in row if v], 2 + 8)
+    whole = [row for row in THREAD_MOMENTS if all(row)]
+    for row, found in zip(whole, on_host["thread", "moments", 8], strict=True):
+        assert_moments(found, row, 2 + 8)
 
 
 def test_reader_and_writer_walk_over_the_ring(on_host):

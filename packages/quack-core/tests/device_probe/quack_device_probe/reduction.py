@@ -8,7 +8,7 @@ import cutlass
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 
-from quack_core.device import copy, reduce
+from quack_core.device import copy, fast_math, reduce
 from quack_core.jit.compile import symbolic
 from quack_core.jit.dsl import sym_int
 from quack_core.reduction.base import ReductionBase
@@ -21,6 +21,8 @@ REDUCTIONS = {
     "sum2": reduce.SUM2,
     "max": reduce.MAX,
     "online": reduce.ONLINE_MAX_SUM,
+    "softmax": reduce.ONLINE_SOFTMAX,
+    "moments": reduce.MOMENTS,
 }
 
 
@@ -61,7 +63,7 @@ class Reduce(ReductionBase):
         values = copy.load_vectors(source, tiling, thread, copy.CHUNK, pred)
         self.join_cluster()
         for turn in cutlass.range_constexpr(self.spec.rounds):
-            partial = self._thread(self._masked(values, pred) * (turn + 1.0))
+            partial = self._thread(self._masked(values, pred) * (turn + 1.0), pred)
             total = self.reduce(partial, exchange, tid, Int32(turn))
             if valid:
                 for w in cutlass.range_constexpr(self.reduction.width):
@@ -70,18 +72,33 @@ class Reduce(ReductionBase):
     @cute.jit
     def _masked(self, values: cute.Tensor, pred: cute.Tensor):
         """The values of a thread; the reduction's neutral element where there are none."""
-        outside = const_expr(0.0 if self.spec.reduction.startswith("sum") else -math.inf)
+        largest = const_expr(self.spec.reduction in ("max", "online", "softmax"))
+        outside = const_expr(-math.inf if largest else 0.0)
         for p in cutlass.range_constexpr(self.tiling.passes):
             for v in cutlass.range_constexpr(self.tiling.vec):
                 values[v, p] = values[v, p] if pred[0, 0, p] else Float32(outside)
         return values.load()
 
-    def _thread(self, values: cute.TensorSSA):
+    @cute.jit
+    def _exists(self, pred: cute.Tensor) -> cute.TensorSSA:
+        """Which values of a thread lie within the row."""
+        tiling = const_expr(self.tiling)
+        exists = cute.make_rmem_tensor((tiling.vec, tiling.passes), Boolean)
+        for p in cutlass.range_constexpr(tiling.passes):
+            for v in cutlass.range_constexpr(tiling.vec):
+                exists[v, p] = pred[0, 0, p]
+        return exists.load()
+
+    def _thread(self, values: cute.TensorSSA, pred: cute.Tensor):
         kind = self.spec.reduction
         if kind == "max":
             return (reduce.thread_max(values),)
         if kind == "online":
             return reduce.thread_online(values)
+        if kind == "softmax":
+            return reduce.thread_online(values, fast_math.LOG2_E)
+        if kind == "moments":
+            return reduce.thread_moments(values, self._exists(pred))
         squares = (reduce.thread_sum(values * values),) if kind == "sum2" else ()
         return (reduce.thread_sum(values), *squares)
 

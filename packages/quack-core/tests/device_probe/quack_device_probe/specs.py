@@ -100,7 +100,7 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """Rows of float32 are reduced: ``sum``, ``sum2``, ``max`` or ``online``."""
+    """Rows of float32 are reduced, by the name of the reduction in ``reduction.py``."""
 
     reduction: str
     n: int
@@ -114,6 +114,11 @@ class ReduceSpec:
     def name(self) -> str:
         """Kernel name."""
         return f"probe_{self.reduction}_n{self.n}_c{self.cluster}"
+
+    @property
+    def width(self) -> int:
+        """Float32 values of a result."""
+        return {"sum": 1, "max": 1, "moments": 4}.get(self.reduction, 2)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,9 @@ PROBES = (
     Probe("reduction", ReduceSpec("sum", 8192, 4, 128, cluster=2, rounds=5)),
     Probe("reduction", ReduceSpec("max", 8000, 4, 128, cluster=4)),
     Probe("reduction", ReduceSpec("online", 8192, 4, 128, cluster=8, rounds=3)),
+    Probe("reduction", ReduceSpec("softmax", 6000, 4, 128)),
+    Probe("reduction", ReduceSpec("moments", 100, 4, 32, 4)),  # lanes without columns
+    Probe("reduction", ReduceSpec("moments", 6000, 4, 128, cluster=4, rounds=3)),
     *(Probe("grid", GridSpec(path)) for path in ("last", "turns", "groups")),
     Probe("maths", MathsSpec()),
 )
