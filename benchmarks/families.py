@@ -1,19 +1,62 @@
-"""Problems and peers of a case, by the family of operators it belongs to."""
+"""Families of operators: a module each, with the functions that `Family` names."""
 
-from . import norm, peers, softmax
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from . import layernorm, rmsnorm, softmax
 from .shapes import Case
+from .timing import Launch
 from .variant import Problem, Variant
 
 
-def is_softmax(case: Case) -> bool:
-    return case.op.startswith("softmax")
+class Family(Protocol):
+    """What the module of a family offers."""
+
+    def problem(self, case: Case, device: str = "cuda") -> Problem:
+        """Data and checks."""
+        ...
+
+    def peers(self, case: Case) -> list[Variant]:
+        """What ours is compared with."""
+        ...
+
+    def spec_of(self, case: Case) -> Any:
+        """The spec that the public function makes for fresh contiguous operands."""
+        ...
+
+    def default_config(self, case: Case) -> Any:
+        """The configuration that the rule chooses here."""
+        ...
+
+    def candidates(self, case: Case) -> list[Any]:
+        """Configurations to compare it with."""
+        ...
+
+    def public(self, case: Case) -> Launch:
+        """What a caller gets."""
+        ...
+
+    def explicit(
+        self, case: Case, config: Any, run: Any, state: Tensor | None, groups: int
+    ) -> Launch:
+        """A compiled kernel as a launch on buffers."""
+        ...
+
+
+FAMILIES = {"rmsnorm": rmsnorm, "layernorm": layernorm, "softmax": softmax}
+
+
+def of(case: Case) -> Family:
+    """The family of a case, by its ``op``."""
+    return cast(Family, FAMILIES[case.op.rpartition("_")[0]])
 
 
 def problem(case: Case, device: str = "cuda") -> Problem:
     """The problem of a case."""
-    return softmax.Softmax(case, device) if is_softmax(case) else norm.problem(case, device)
+    return of(case).problem(case, device)
 
 
 def peers_of(case: Case) -> list[Variant]:
     """What ours is compared with."""
-    return softmax.peers(case) if is_softmax(case) else peers.variants(case)
+    return of(case).peers(case)

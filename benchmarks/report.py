@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 SUITES = {
     "norm_fwd": "RMSNorm forward",
     "norm_bwd": "RMSNorm backward (dx, dweight)",
+    "layernorm": "LayerNorm forward",
+    "layernorm_bwd": "LayerNorm backward (dx, dweight, dbias)",
     "softmax": "Softmax forward",
     "softmax_bwd": "Softmax backward",
 }

@@ -17,6 +17,11 @@ SOFTMAX = """
     1024x262144 4096x4096 128x4096 1x8192 8192x32000 8192x16383 4096x50257
 """
 SOFTMAX_BWD = "32768x1024 32768x4096 32768x8192 8192x16384 4096x65536 4096x4096 8192x16383"
+LAYERNORM = """
+    1024x4096 8192x4096 32768x1024 32768x4096 32768x8192 8192x16384 8192x16383 4096x65536 2048x131072
+    1024x262144 262144x128 4096x1000 128x4096
+"""
+LAYERNORM_BWD = "8192x4096 4096x16384 32768x1024 8192x8192 32768x4096 8192x16384"
 FUSED_ADD = "1024x4096 8192x4096 32768x8192"
 ALSO_FP32 = "8192x4096"
 SMOKE = 3
@@ -82,12 +87,7 @@ def norm_fwd(shapes: Iterable[Shape]) -> list[Case]:
 
 def norm_bwd(shapes: Iterable[Shape]) -> list[Case]:
     """RMSNorm backward (dx and dweight): bf16 with either weight."""
-    weights = ("bf16", "fp32")
-    return [
-        Case("norm_bwd", "rmsnorm_bwd", shape, "bf16", (("w", w),))
-        for shape in shapes
-        for w in weights
-    ]
+    return _by_weight("norm_bwd", "rmsnorm_bwd", shapes)
 
 
 def softmax(shapes: Iterable[Shape]) -> list[Case]:
@@ -106,9 +106,26 @@ def softmax_bwd(shapes: Iterable[Shape]) -> list[Case]:
     return [Case("softmax_bwd", "softmax_bwd", shape, "bf16") for shape in shapes]
 
 
+def layernorm(shapes: Iterable[Shape]) -> list[Case]:
+    """LayerNorm forward with weight and bias: bf16 with either weight."""
+    return _by_weight("layernorm", "layernorm_fwd", shapes)
+
+
+def layernorm_bwd(shapes: Iterable[Shape]) -> list[Case]:
+    """LayerNorm backward (dx, dweight, dbias): bf16 with either weight."""
+    return _by_weight("layernorm_bwd", "layernorm_bwd", shapes)
+
+
+def _by_weight(suite: str, op: str, shapes: Iterable[Shape]) -> list[Case]:
+    weights = ("bf16", "fp32")
+    return [Case(suite, op, shape, "bf16", (("w", w),)) for shape in shapes for w in weights]
+
+
 SUITES = {
     "norm_fwd": (NORM_FWD, norm_fwd),
     "norm_bwd": (NORM_BWD, norm_bwd),
+    "layernorm": (LAYERNORM, layernorm),
+    "layernorm_bwd": (LAYERNORM_BWD, layernorm_bwd),
     "softmax": (SOFTMAX, softmax),
     "softmax_bwd": (SOFTMAX_BWD, softmax_bwd),
 }

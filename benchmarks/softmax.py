@@ -15,12 +15,10 @@ from quack_norm.ops.softmax.spec import SoftmaxBwdSpec, SoftmaxFwdSpec
 
 from .norm import dtype_of, judge, poison, row_chunks, size
 from .peers import ALLOCATES, compiled_for_one_shape
+from .rmsnorm import alignment
 from .shapes import Case
 from .timing import Launch
 from .variant import Variant
-
-ALIGN = 16
-"""Bytes that divide the addresses torch allocates."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +85,17 @@ def gradient(out: Tensor, dout: Tensor) -> Tensor:
     return out * (dout - (dout * out).sum(-1, keepdim=True))
 
 
+def problem(case: Case, device: str = "cuda") -> Softmax:
+    """The problem of a case."""
+    return Softmax(case, device)
+
+
 # --- ours
 
 
 def spec_of(case: Case) -> SoftmaxFwdSpec | SoftmaxBwdSpec:
     """The spec that the public function makes for fresh contiguous operands."""
-    dtype, n, align = dtype_of(case), case.shape[-1], ALIGN
-    while n * dtype.itemsize % align:
-        align //= 2
-    name = torch_op.dtype_name(dtype)
+    n, align, name = case.shape[-1], alignment(case), torch_op.dtype_name(dtype_of(case))
     if case.op == "softmax_bwd":
         return SoftmaxBwdSpec(n, name, name, name, align=align)
     return SoftmaxFwdSpec(n, name, name, align=align)
@@ -122,7 +122,7 @@ def public(case: Case) -> Launch:
     return lambda b: (launches.forward(b.x, False, 1.0, b.x.dtype),)
 
 
-def explicit(case: Case, run: Any, state: Tensor | None, groups: int) -> Launch:
+def explicit(case: Case, config: Any, run: Any, state: Tensor | None, groups: int) -> Launch:
     """A compiled kernel as a launch on buffers."""
     if case.op == "softmax_bwd":
 

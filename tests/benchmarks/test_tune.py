@@ -1,7 +1,7 @@
 """Sweeps: the grid of a command line, the configurations it means, the table."""
 
 import pytest
-from benchmarks import ours, shapes, tune
+from benchmarks import ours, rmsnorm, shapes, tune
 from benchmarks.record import Record
 
 from quack_norm.ops.rmsnorm import config
@@ -54,7 +54,7 @@ def test_tries_change_the_default(
 )
 def test_spec_has_the_alignment_of_rows(shape: tuple[int, int], dtype: str, align: int) -> None:
     case = shapes.Case("norm_fwd", "rmsnorm_fwd", shape, dtype, (("w", "fp32"),))
-    assert ours.spec_of(case).align == align
+    assert rmsnorm.spec_of(case).align == align
 
 
 def test_table_is_sorted_and_keeps_failures() -> None:

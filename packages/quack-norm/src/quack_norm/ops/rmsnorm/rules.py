@@ -93,7 +93,8 @@ def candidates(
 ) -> list[FwdConfig] | list[BwdConfig]:
     """Configurations worth timing against the default, which comes first; all fit ``arch``."""
     if isinstance(spec, RMSNormFwdSpec):
-        found_fwd = rules.tries(FwdConfig, spec, arch)
+        kind = CentredFwdConfig if spec.centred else FwdConfig
+        found_fwd = rules.tries(kind, spec, arch)
         return list(dict.fromkeys([default_fwd(spec, arch), *found_fwd]))
     first, found = default_bwd(spec, arch), []
     for stages in (1, 2, 3) if first.stages else (0,):
