@@ -41,8 +41,9 @@ SHIFTED = [
 
 
 @pytest.mark.parametrize("case", [*(case for case, _, _ in CASES), *SHIFTED], ids=lambda c: c.id)
-def test_every_kernel(case: Case, device: str) -> None:
-    check(case, device)
+@pytest.mark.usefixtures("cuda")
+def test_every_kernel(case: Case) -> None:
+    check(case, "cuda")
 
 
 def specs(case: Case) -> tuple[RMSNormFwdSpec, RMSNormBwdSpec]:
