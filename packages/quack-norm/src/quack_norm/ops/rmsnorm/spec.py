@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
-from quack_norm.ops.row_map.spec import full_vector
+from quack_norm.ops.row_map.spec import Vectors, full_vector
 
 MAX_N = 262144
 """Longest row: 16 CTAs (8 on SM120) hold it in registers."""
 
 
 @dataclass(frozen=True)
-class RMSNormFwdSpec:
+class RMSNormFwdSpec(Vectors):
     """Forward: ``out = h * rsqrt(mean(h^2) + eps) * (weight + offset) + bias`` with ``h = x + residual``.
 
     Dtypes are torch's names; ``None`` means that the operand is absent.
@@ -74,16 +74,6 @@ class RMSNormFwdSpec:
         return full_vector(
             self.x, self.out, self.weight, self.bias, self.residual, self.residual_out
         )
-
-    @property
-    def vec(self) -> int:
-        """Elements that one thread reads together; it depends on N and the dtypes only."""
-        return math.gcd(self.full_vector, self.n)
-
-    @property
-    def odd(self) -> bool:
-        """Whether a row is no whole number of full vectors."""
-        return self.vec < self.full_vector
 
     @property
     def name(self) -> str:

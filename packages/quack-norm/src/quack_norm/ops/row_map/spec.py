@@ -1,5 +1,6 @@
 """What a kernel on rows depends on, whichever the operator: read by configurations and rules."""
 
+import math
 from typing import Protocol
 
 from quack_core import dtypes
@@ -57,6 +58,27 @@ class RowSpec(Protocol):
     @property
     def odd(self) -> bool:
         """Whether a row is no whole number of full vectors."""
+
+
+class Vectors:
+    """How a row divides into vectors: for specs with ``n`` and ``full_vector``."""
+
+    n: int
+
+    @property
+    def full_vector(self) -> int:
+        """Elements in 128 bits of the narrowest operand."""
+        raise NotImplementedError
+
+    @property
+    def vec(self) -> int:
+        """Elements that one thread reads together; it depends on N and the dtypes only."""
+        return math.gcd(self.full_vector, self.n)
+
+    @property
+    def odd(self) -> bool:
+        """Whether a row is no whole number of full vectors."""
+        return self.vec < self.full_vector
 
 
 def full_vector(*operands: str | None) -> int:

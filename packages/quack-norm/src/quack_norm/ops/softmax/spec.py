@@ -1,17 +1,16 @@
 """What a softmax kernel computes: frozen records that name every property the code depends on."""
 
-import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
-from quack_norm.ops.row_map.spec import full_vector
+from quack_norm.ops.row_map.spec import Vectors, full_vector
 
 MAX_N = 262144
 """Longest row: 16 CTAs (8 on SM120) hold it in registers."""
 
 
 @dataclass(frozen=True)
-class SoftmaxFwdSpec:
+class SoftmaxFwdSpec(Vectors):
     """``out = e ** (v - max v) / sum of e ** (v - max v)``, ``v = scale * x``; or its logarithm.
 
     Dtypes are torch's names.
@@ -53,23 +52,13 @@ class SoftmaxFwdSpec:
         return full_vector(self.x, self.out)
 
     @property
-    def vec(self) -> int:
-        """Elements that one thread reads together; it depends on N and the dtypes only."""
-        return math.gcd(self.full_vector, self.n)
-
-    @property
-    def odd(self) -> bool:
-        """Whether a row is no whole number of full vectors."""
-        return self.vec < self.full_vector
-
-    @property
     def name(self) -> str:
         """Kernel name, as profilers show it."""
         return f"{'log_' * self.log}softmax_fwd_{dtypes.short(self.x)}_n{self.n}"
 
 
 @dataclass(frozen=True)
-class SoftmaxBwdSpec:
+class SoftmaxBwdSpec(Vectors):
     """``dx = scale * out * (dout - sum of dout * out)``, or of the logarithm
     ``dx = scale * (dout - e ** out * sum of dout)``; fields as in the forward.
     """
@@ -107,16 +96,6 @@ class SoftmaxBwdSpec:
     def full_vector(self) -> int:
         """Elements in 128 bits of the narrowest operand."""
         return full_vector(self.out, self.dout, self.dx)
-
-    @property
-    def vec(self) -> int:
-        """Elements that one thread reads together; it depends on N and the dtypes only."""
-        return math.gcd(self.full_vector, self.n)
-
-    @property
-    def odd(self) -> bool:
-        """Whether a row is no whole number of full vectors."""
-        return self.vec < self.full_vector
 
     @property
     def name(self) -> str:
