@@ -4,7 +4,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from . import layernorm, rmsnorm, softmax
+from . import cross_entropy, layernorm, rmsnorm, softmax, topk
 from .shapes import Case
 from .timing import Launch
 from .variant import Problem, Variant
@@ -44,7 +44,13 @@ class Family(Protocol):
         ...
 
 
-FAMILIES = {"rmsnorm": rmsnorm, "layernorm": layernorm, "softmax": softmax}
+FAMILIES = {
+    "rmsnorm": rmsnorm,
+    "layernorm": layernorm,
+    "softmax": softmax,
+    "cross_entropy": cross_entropy,
+    "topk": topk,
+}
 
 
 def of(case: Case) -> Family:

@@ -4,25 +4,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import record
+from . import quoted, record
+from .measured import SUITES, Row, grouped, is_plain, peers_of, speedup
 from .record import Record
 
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 ROOT = Path(__file__).parent.parent
-SUITES = {
-    "norm_fwd": "RMSNorm forward",
-    "norm_bwd": "RMSNorm backward (dx, dweight)",
-    "layernorm": "LayerNorm forward",
-    "layernorm_bwd": "LayerNorm backward (dx, dweight, dbias)",
-    "softmax": "Softmax forward",
-    "softmax_bwd": "Softmax backward",
-}
-PEERS = {
-    "eager": "torch",
-    "compile": "torch.compile",
-    "liger": "Liger",
-    "quack-kernels": "quack-kernels",
-}
 PLOTS = "plots"
 
 
@@ -39,25 +26,7 @@ def replace_block(text: str, block: str) -> str:
     return f"{text[: first + len(BEGIN)]}{inside}{text[last:]}"
 
 
-def grouped(records: Sequence[Record], suite: str) -> list[dict[str, Record]]:
-    """The rows of a suite as variants by name, in file order."""
-    found: dict[tuple, dict[str, Record]] = {}
-    for one in records:
-        if one.suite == suite:
-            found.setdefault(one.row, {})[one.variant] = one
-    return list(found.values())
-
-
-def speedup(row: dict[str, Record]) -> float | None:
-    """The strongest peer's time over ours; None if either is missing."""
-    ours = row.get("ours")
-    peer = row.get(ours.best_peer) if ours else None
-    if ours is None or peer is None or not ours.median or not peer.median:
-        return None
-    return peer.median / ours.median
-
-
-def headline(found: Sequence[dict[str, Record]]) -> str:
+def headline(found: Sequence[Row]) -> str:
     """Verdicts, geometric mean against the strongest peer of each row, worst row."""
     judged = [row["ours"] for row in found if "ours" in row]
     words = ("win", "tie", "loss", "void")
@@ -75,7 +44,8 @@ def headline(found: Sequence[dict[str, Record]]) -> str:
 
 
 def _label(one: Record) -> str:
-    opts = [f"weight {value}" if name == "w" else f"+ {name}" for name, value in one.opts.items()]
+    titles = {"w": "weight", "grad": "gradient", "k": "k"}
+    opts = [f"{titles[k]} {v}" if k in titles else f"+ {k}" for k, v in one.opts.items()]
     return " ".join(["x".join(map(str, one.shape)), one.dtype, *opts])
 
 
@@ -85,7 +55,7 @@ def _time(one: Record | None) -> str:
     return f"{one.median:.1f}" if one.median else one.status
 
 
-def _versions(found: Sequence[dict[str, Record]]) -> str:
+def _versions(found: Sequence[Row]) -> str:
     """Where and with what the rows were measured."""
     ours = [row["ours"] for row in found if "ours" in row]
     gpus = sorted({one.gpu for one in ours})
@@ -94,7 +64,10 @@ def _versions(found: Sequence[dict[str, Record]]) -> str:
     names = ("torch", "dsl", "driver")
     soft = {name: sorted({o.versions.get(name, "") for o in ours} - {""}) for name in names}
     peers = {
-        o.versions.get("peer", "") for row in found for o in row.values() if o.variant in PEERS
+        o.versions.get("peer", "")
+        for row in found
+        for o in row.values()
+        if o.variant in peers_of(found)
     }
     told = [f"torch {', '.join(soft['torch'])}", f"DSL {', '.join(soft['dsl'])}"]
     told += [f"driver {', '.join(soft['driver'])}"] if soft["driver"] else []
@@ -102,9 +75,10 @@ def _versions(found: Sequence[dict[str, Record]]) -> str:
     return f"measured on {', '.join(gpus)}, {span}, {', '.join(told)}"
 
 
-def full_table(found: Sequence[dict[str, Record]]) -> str:
+def full_table(found: Sequence[Row]) -> str:
     """Every row with every variant."""
-    header = ["M x N", "ours us", "TB/s", "copy us", "copy / ours", *PEERS.values(), "verdict"]
+    peers = peers_of(found)
+    header = ["M x N", "ours us", "TB/s", "copy us", "copy / ours", *peers.values(), "verdict"]
     lines = [_line(header), _line(["---", *["---:"] * (len(header) - 2), "---"])]
     for row in found:
         ours = row.get("ours")
@@ -113,21 +87,22 @@ def full_table(found: Sequence[dict[str, Record]]) -> str:
         ratio = f"{ours.copy_us / ours.median:.3f}" if ours.median else ""
         rate = f"{ours.rate:.2f}" if ours.median else ""
         cells = [_label(ours), _time(ours), rate, f"{ours.copy_us:.1f}", ratio]
-        cells += [_time(row.get(name)) for name in PEERS]
+        cells += [_time(row.get(name)) for name in peers]
         lines.append(_line([*cells, ours.verdict]))
     return "\n".join(lines)
 
 
-def short_table(found: Sequence[dict[str, Record]]) -> str:
-    """The rows with a bf16 weight and no other option: ours, the copy, the strongest peer."""
+def short_table(found: Sequence[Row]) -> str:
+    """The plain rows: ours, the copy, the strongest peer."""
+    peers = peers_of(found)
     header = ["M x N", "ours us", "copy us", "strongest peer us", "verdict"]
     lines = [_line(header), _line(["---", "---:", "---:", "---:", "---"])]
     for row in found:
         ours = row.get("ours")
-        if ours is None or ours.opts != {"w": "bf16"} or ours.dtype != "bf16":
+        if ours is None or not is_plain(ours):
             continue
         peer = row.get(ours.best_peer)
-        told = f"{_time(peer)} ({PEERS.get(ours.best_peer, ours.best_peer)})" if peer else "none"
+        told = f"{_time(peer)} ({peers.get(ours.best_peer, ours.best_peer)})" if peer else "none"
         shape = "x".join(map(str, ours.shape))
         lines.append(_line([shape, _time(ours), f"{ours.copy_us:.1f}", told, ours.verdict]))
     return "\n".join(lines)
@@ -158,13 +133,16 @@ def docs_block(records: Sequence[Record], plots: Sequence[str] = ()) -> str:
         if not any("ours" in row for row in found):
             continue
         parts += [f"## {title}", f"Microseconds, {_versions(found)}.", headline(found)]
-        parts += [f"![{title}: {name}]({name})" for name in plots if suite in name]
+        of_suite = [name for name in plots if Path(name).stem.rpartition("_")[0] == suite]
+        parts += [f"![{title}: {name}]({name})" for name in of_suite]
         parts.append(full_table(found))
         parts += _failures(found)
+    if parts:
+        parts += [f"## {quoted.TITLE}", quoted.NOTE, quoted.table(records)]
     return "\n\n".join(parts)
 
 
-def _failures(found: Sequence[dict[str, Record]]) -> list[str]:
+def _failures(found: Sequence[Row]) -> list[str]:
     """Each distinct reason why a variant has no time."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in found:
@@ -172,11 +150,11 @@ def _failures(found: Sequence[dict[str, Record]]) -> list[str]:
             if one.status != "ok":
                 key = (one.variant, one.status, one.note)
                 reasons.setdefault(key, []).append("x".join(map(str, one.shape)))
-    lines = []
+    lines, peers = [], peers_of(found)
     for (name, status, note), where in reasons.items():
         text = note.replace("|", "\\|")
         lines.append(
-            f"* {PEERS.get(name, name)}, {status} ({', '.join(dict.fromkeys(where))}): {text}"
+            f"* {peers.get(name, name)}, {status} ({', '.join(dict.fromkeys(where))}): {text}"
         )
     return ["Without a time:\n\n" + "\n".join(lines)] if lines else []
 

@@ -22,6 +22,11 @@ LAYERNORM = """
     1024x262144 262144x128 4096x1000 128x4096
 """
 LAYERNORM_BWD = "8192x4096 4096x16384 32768x1024 8192x8192 32768x4096 8192x16384"
+CE = """
+    8192x32000 4096x50257 4096x151936 32768x1024 32768x4096 8192x50304 1024x128256 8192x128256
+    4096x151665 4096x201088 2048x262144
+"""
+TOPK = "32768x128 32768x256 16384x1024 65536x64 8192x4096 32768x160 4096x32000"
 FUSED_ADD = "1024x4096 8192x4096 32768x8192"
 ALSO_FP32 = "8192x4096"
 SMOKE = 3
@@ -116,6 +121,47 @@ def layernorm_bwd(shapes: Iterable[Shape]) -> list[Case]:
     return _by_weight("layernorm_bwd", "layernorm_bwd", shapes)
 
 
+def ce_fwd(shapes: Iterable[Shape]) -> list[Case]:
+    """Loss and log-sum-exp of each row of logits: bf16, and for some shapes fp32."""
+    return _ce("ce", "cross_entropy_fwd", shapes)
+
+
+def ce_fwd_dx(shapes: Iterable[Shape]) -> list[Case]:
+    """The mean loss and the gradient of the logits in one pass."""
+    return _ce("ce_fwd_dx", "cross_entropy_fused", shapes)
+
+
+def ce_fwd_bwd(shapes: Iterable[Shape]) -> list[Case]:
+    """Mean loss and gradient through autograd; for some shapes the loss is scaled as well."""
+    scaled = parse("8192x32000 4096x50257 8192x128256")
+    return [
+        Case("ce_fwd_bwd", "cross_entropy_autograd", shape, "bf16", (("grad", grad),))
+        for shape in shapes
+        for grad in ("1", "0.375")
+        if grad == "1" or shape in scaled
+    ]
+
+
+def _ce(suite: str, op: str, shapes: Iterable[Shape]) -> list[Case]:
+    also_fp32 = parse("8192x128256")
+    return [
+        Case(suite, op, shape, dtype)
+        for shape in shapes
+        for dtype in ("bf16", "fp32")
+        if dtype == "bf16" or shape in also_fp32
+    ]
+
+
+def topk(shapes: Iterable[Shape]) -> list[Case]:
+    """Top-k of rows as a router of experts has them (k = 8), and of longer ones (also 64)."""
+    return [
+        Case("topk", "topk_fwd", shape, "bf16", (("k", str(k)),))
+        for shape in shapes
+        for k in (8, 64)
+        if k == 8 or shape[1] >= 1024
+    ]
+
+
 def _by_weight(suite: str, op: str, shapes: Iterable[Shape]) -> list[Case]:
     weights = ("bf16", "fp32")
     return [Case(suite, op, shape, "bf16", (("w", w),)) for shape in shapes for w in weights]
@@ -128,6 +174,10 @@ SUITES = {
     "layernorm_bwd": (LAYERNORM_BWD, layernorm_bwd),
     "softmax": (SOFTMAX, softmax),
     "softmax_bwd": (SOFTMAX_BWD, softmax_bwd),
+    "ce": (CE, ce_fwd),
+    "ce_fwd_dx": (CE, ce_fwd_dx),
+    "ce_fwd_bwd": (CE, ce_fwd_bwd),
+    "topk": (TOPK, topk),
 }
 
 

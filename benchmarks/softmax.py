@@ -127,13 +127,13 @@ def explicit(case: Case, config: Any, run: Any, state: Tensor | None, groups: in
     if case.op == "softmax_bwd":
 
         def backward(b: Buffers) -> tuple[Tensor, ...]:
-            run(b.out, b.dout, b.dx, state, 1.0, groups)
+            run(b.out, b.dout, b.dx, 1.0)
             return (b.dx,)  # type: ignore[return-value]
 
         return backward
 
     def forward(b: Buffers) -> tuple[Tensor, ...]:
-        run(b.x, b.out, state, 1.0, groups)
+        run(b.x, b.out, 1.0)
         return (b.out,)
 
     return forward

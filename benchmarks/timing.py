@@ -111,8 +111,8 @@ def interleave(
     """
     names = list(replays)
     for turn in range(-WARM_ROUNDS, rounds):
-        clock.settle()
         for name in rotated(names, turn):
+            clock.settle()  # for each: the replay before may have waited for the GPU
             if turn < 0:
                 replays[name]()
                 continue

@@ -30,6 +30,7 @@ PURE = {
     "quack_core.layout.layout",
     "quack_core.reduction",
     "quack_core.reduction.tiling",
+    "quack_norm.ops.topk.network",
 }
 PURE_NAMES = {"config", "rules", "spec"}  # of every operator
 WITH_TORCH = {"quack_core.torch_op", "quack_core.torch_workspace", "quack_core.testing"}

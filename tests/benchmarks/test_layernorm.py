@@ -56,12 +56,11 @@ def test_ours_passes_on_the_cpu() -> None:
 
 
 def test_reference_saves_what_our_backward_reads() -> None:
-    """rstd, mean, and the mean as the first value and the rest."""
+    """rstd, mean, and what float32 lacks of the mean."""
     data = layernorm.LayerNormBwd(BACKWARD, "cpu").make()
     mean = data.x.double().mean(-1)
     torch.testing.assert_close(data.mean.double(), mean, rtol=2**-23, atol=2**-30)
-    torch.testing.assert_close(data.rows[:, 2:].double().sum(-1), mean, rtol=0, atol=2**-22)
-    assert torch.equal(data.rows[:, 2], data.x[:, 0].float())
+    torch.testing.assert_close(data.rows[:, 1:].double().sum(-1), mean, rtol=2**-46, atol=2**-50)
     found = torch.rsqrt(data.x.double().var(-1, correction=0) + layernorm.EPS)
     torch.testing.assert_close(data.rstd.double(), found, rtol=2**-23, atol=0)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import __main__ as command
-from benchmarks import compare, record, report
+from benchmarks import compare, measured, quoted, record, report
 from benchmarks.record import Record
 
 VERSIONS = {"torch": "2.11", "dsl": "4.8.1", "driver": "580", "peer": "quack-norm 0.1"}
@@ -36,7 +36,7 @@ def records() -> list[Record]:
 
 
 def test_headline_has_the_mean_and_the_worst_row(records: list[Record]) -> None:
-    text = report.headline(report.grouped(records, "norm_fwd"))
+    text = report.headline(measured.grouped(records, "norm_fwd"))
     # sqrt(36/30 * 60/80) = 0.949
     assert text == (
         "1 win, 1 loss of 2 rows; geometric mean 0.95x the strongest peer of each row; "
@@ -45,7 +45,7 @@ def test_headline_has_the_mean_and_the_worst_row(records: list[Record]) -> None:
 
 
 def test_full_table_shows_every_row_losses_included(records: list[Record]) -> None:
-    lines = report.full_table(report.grouped(records, "norm_fwd")).splitlines()
+    lines = report.full_table(measured.grouped(records, "norm_fwd")).splitlines()
     assert len(lines) == 4
     cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
     assert cells[0] == "8192x4096 bf16 weight bf16"
@@ -148,3 +148,59 @@ def test_dry_run_and_list_need_no_gpu(capsys: pytest.CaptureFixture[str]) -> Non
         "8192x4096 bf16 w=bf16",
         "8192x4096 bf16 w=bf16 residual=bf16",
     ]
+
+
+def of(suite: str, variant: str, us: float | None, **opts: str) -> Record:
+    one = make(variant, 32000, us)
+    one.suite, one.op, one.opts = suite, suite, opts
+    return one
+
+
+def test_plain_rows_and_the_peers_that_a_suite_has() -> None:
+    kinds = [{}, {"w": "bf16"}, {"grad": "1"}, {"w": "fp32"}, {"grad": "0.375"}]
+    kinds.append({"w": "bf16", "residual": "bf16"})
+    plain = [measured.is_plain(of("ce", "ours", 1.0, **opts)) for opts in kinds]
+    assert plain == [True, True, True, False, False, False]
+    rows = measured.grouped([of("ce", "ours", 1.0), of("ce", "liger-cute", 2.0)], "ce")
+    assert list(measured.peers_of(rows)) == [*measured.PEERS, "liger-cute"]
+    text = report.full_table(rows)
+    assert "| Liger CuTe |" in text and "| 2.0 | " in text
+    assert "Liger CuTe" not in report.full_table(
+        measured.grouped([make("ours", 8, 1.0)], "norm_fwd")
+    )
+
+
+def test_short_tables_have_operators_without_a_weight_too() -> None:
+    rows = measured.grouped([of("softmax", "ours", 30.0), of("softmax", "eager", 60.0)], "softmax")
+    rows[0]["ours"].best_peer = "eager"
+    assert report.short_table(rows).splitlines()[2:] == [
+        "| 8192x32000 | 30.0 | 33.0 | 60.0 (torch) |  |"
+    ]
+
+
+def test_plots_stand_with_their_own_suite() -> None:
+    found = [of("softmax", "ours", 30.0), of("softmax_bwd", "ours", 30.0)]
+    names = [f"plots/{suite}_rate.svg" for suite in ("softmax", "softmax_bwd")]
+    assert report.docs_block(found, names).count("![") == 2
+
+
+def test_quoted_figures_stand_beside_ours_or_say_that_ours_are_missing() -> None:
+    found = [
+        *(of("ce", "ours", 100.0), of("ce", "eager", 400.0), of("ce", "compile", 200.0)),
+        *(make("ours", 4096, 30.0), make("eager", 4096, 45.0)),
+        *(make("ours", 8192, 10.0, verdict="void"), make("eager", 8192, 900.0)),
+    ]
+    cells = [line.strip("| ").split(" | ") for line in quoted.table(found).splitlines()[2:]]
+    ours = {what: (theirs, measured) for what, theirs, measured in cells}
+    assert ours["Cross-entropy against torch"][0] == "1.8x"
+    assert ours["Cross-entropy against torch"][1] == (
+        "up to 4.0x torch (at 8192x32000), mean 4.0x of 1 row; "
+        "up to 2.0x torch.compile (at 8192x32000), mean 2.0x of 1 row"
+    )
+    assert ours["RMSNorm forward against torch"][1].startswith("up to 1.5x torch (at 8192x4096)")
+    assert ours["Memory at 1024 rows"] == ("35 % less", "not measured")
+    assert ours["Softmax against torch"] == ("2.3x", "not measured")
+    assert ours["Share of the bandwidth, in a profiler"][1] == (
+        "not measured with a profiler; by time up to 4.47 TB/s of minimal bytes, "
+        "1.100 of a copy's (at 8192x4096)"
+    )

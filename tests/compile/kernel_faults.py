@@ -60,9 +60,10 @@ def access_faults(
         # dweight and dbias are written once a launch, in their own dtype and element by element
         if min(stores) < 32 and not getattr(spec, "column_sums", 0):
             yield f"narrow stores to global memory of aligned rows: {stores}"
-    # rings and shifted rows move in whole chunks from any address; the others as theirs allows
+    # Rows of rings and those that wait in shared memory move in whole chunks from any address, so
+    # do pieces of memory; the others as their address allows.
     whole_chunks = isinstance(config, RowConfig) and (
-        config.persistent or (config.shifted and spec.in_phase)
+        config.persistent or config.unroll > 0 or (config.shifted and spec.in_phase)
     )
     wanted = 128 if whole_chunks else min(8 * spec.align, spec.vec * dtypes.width(spec.x))
     for kind, found in (("loads from", loads), ("stores to", stores)):

@@ -2,19 +2,32 @@
 
 import pytest
 
-# Imports every submodule, the pytest plugin aside, which pytest itself has to import first.
+# Imports every submodule but the pytest plugin, which pytest itself has to import first, and the
+# one for JAX where that is not installed.
 IMPORT_ALL = """
-import importlib, pkgutil
+import importlib, importlib.util, pkgutil
+skipped = (".plugin",) if importlib.util.find_spec("jax") else (".plugin", ".jax")
 def import_all(package):
     for each in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not each.name.endswith(".plugin"):
+        if not each.name.endswith(skipped):
             importlib.import_module(each.name)
 """
 
 
 def test_norm_exports_exactly_the_promised_names(fresh_python):
     found = fresh_python("import quack_norm\nresult = quack_norm.__all__, dir(quack_norm)")
-    assert found[0] == ["QuackRMSNorm", "RMSNorm", "__version__", "rmsnorm"]
+    assert found[0] == [
+        "LayerNorm",
+        "QuackRMSNorm",
+        "RMSNorm",
+        "__version__",
+        "cross_entropy",
+        "layernorm",
+        "log_softmax",
+        "rmsnorm",
+        "softmax",
+        "topk",
+    ]
     assert set(found[0]) <= set(found[1])
 
 
@@ -41,12 +54,22 @@ import_all(quack_core)
 import_all(quack_norm)
 
 x, weight = torch.randn(5, 24), torch.randn(24)
+labels = torch.arange(5)
 wanted = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
 plain = torch.nn.functional.rms_norm(x, (24,), None, 1e-6)
+centred = torch.nn.functional.layer_norm(x, (24,), weight)
 outcomes = {{
     "rmsnorm": (quack_norm.rmsnorm(x, weight), wanted),
     "RMSNorm": (quack_norm.RMSNorm(24, eps=1e-6)(x), plain),
     "QuackRMSNorm": (quack_norm.QuackRMSNorm(dim=24)(x), plain),
+    "layernorm": (quack_norm.layernorm(x, weight), centred),
+    "LayerNorm": (quack_norm.LayerNorm(24)(x), torch.nn.LayerNorm(24)(x)),
+    "softmax": (quack_norm.softmax(x), torch.softmax(x, -1)),
+    "log_softmax": (quack_norm.log_softmax(x), torch.log_softmax(x, -1)),
+    "cross_entropy": (
+        quack_norm.cross_entropy(x, labels), torch.nn.functional.cross_entropy(x, labels)
+    ),
+    "topk": (quack_norm.topk(x, 7)[0], torch.topk(x, 7).values),
 }}
 modules = [each.name for each in pkgutil.iter_modules(quack_core.__path__)]
 result = {{
@@ -67,9 +90,13 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
     assert after_importing_everything["replaced"] == []
 
 
-@pytest.mark.parametrize("name", ["rmsnorm", "RMSNorm", "QuackRMSNorm"])
+NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
+NAMES += ["softmax", "log_softmax", "cross_entropy", "topk"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_public_names_still_work(after_importing_everything, name):
-    # Two roundings on each side, of values no larger than the largest: four float32 epsilons.
+    # Some roundings on each side, of values no larger than the largest: four float32 epsilons.
     assert after_importing_everything["errors"][name] <= 4 * 2.0**-23
 
 

@@ -157,7 +157,7 @@ def test_tiles(cuda, probe):
 
 
 def reduced(spec, x):
-    """(rows, rounds, width) in float64, from the definition; of moments the mean as one value."""
+    """(rows, rounds, width) in float64, from the definition."""
     import torch
 
     scale = torch.arange(1, spec.rounds + 1, device=x.device, dtype=torch.float64)
@@ -166,14 +166,11 @@ def reduced(spec, x):
         return scaled.sum(-1, keepdim=True)
     if spec.reduction == "sum2":
         return torch.stack([scaled.sum(-1), (scaled**2).sum(-1)], -1)
-    if spec.reduction == "moments":
-        mean = scaled.mean(-1, keepdim=True)
-        return torch.cat([mean, ((scaled - mean) ** 2).sum(-1, keepdim=True)], -1)
     largest = scaled.amax(-1, keepdim=True)
     if spec.reduction == "max":
         return largest
     shift = torch.where(largest == -math.inf, torch.zeros_like(largest), largest)
-    power = torch.exp if spec.reduction == "softmax" else torch.exp2
+    power = torch.exp2 if spec.reduction == "online" else torch.exp
     return torch.cat([largest, power(scaled - shift).sum(-1, keepdim=True)], -1)
 
 
@@ -223,13 +220,17 @@ def test_reductions(cuda, probe):
 
 @reductions("online", "softmax")
 def test_sums_of_exponentials(cuda, probe):
-    """ex2.approx is within 2 ** -22; one per value, and one with a product and a sum per level."""
+    """ex2.approx is within 2 ** -22; one per value, and one with a product and a sum per level.
+
+    A maximum skips NaN, which the sum has.
+    """
     spec = probe.spec
     x = rows_with_special_values(spec, divisor=4)
     y = reduced_by_probe(probe, x)
     assert same_in_every_thread(y)
     found, expected = y[..., 0].double().cpu(), reduced(spec, x).cpu()
-    np.testing.assert_array_equal(found[..., 0], expected[..., 0])
+    known = ~np.isnan(expected[..., 0])
+    np.testing.assert_array_equal(found[..., 0][known], expected[..., 0][known])
     values, levels = depth(spec)
     bound = levels * (2**-22 + 2**-23) + values * 2**-24
     if spec.reduction == "softmax":  # a rounded factor and product, over distances of 16 at most
@@ -237,40 +238,20 @@ def test_sums_of_exponentials(cuda, probe):
     np.testing.assert_allclose(found[..., 1], expected[..., 1], rtol=bound)
 
 
-@reductions("moments")
-@pytest.mark.parametrize("centre", [0, 2**20])
-def test_moments(cuda, probe, centre):
-    """Far from zero nothing is lost; each rounding is half an ulp of a distance within the row."""
+@reductions("compensated")
+def test_compensated_sums_of_exponentials(cuda, probe):
+    """An exponential is rounded, and a factor in the warp, the CTA and the cluster: an ulp each.
+
+    Differences are exact here, and sums carry what they lack.
+    """
     spec = probe.spec
-    x = even_numbers((7, spec.n), "float32") + centre
-    x[1] = x[1, :1]  # all alike
+    x = rows_with_special_values(spec, divisor=4)
     y = reduced_by_probe(probe, x)
     assert same_in_every_thread(y)
-    count, base, offset, squares = y[..., 0].double().unbind(-1)
-    mean, wanted = reduced(spec, x).unbind(-1)
-    assert (count == spec.n).all()
-    values, levels = depth(spec)
-    roundings = values + 8 * levels
-    scale = np.arange(1, spec.rounds + 1)
-    error = roundings * 2**-24 * 64 * scale  # rows span 64
-    spread = (spec.n * wanted).sqrt().cpu().numpy()
-    allowed = 2 * error * spread + spec.n * error**2 + roundings * 2**-24 * wanted.cpu().numpy()
-    assert ((base + offset - mean).abs().cpu().numpy() <= error).all()
-    assert ((squares - wanted).abs().cpu().numpy() <= allowed).all()
-    assert (squares[1] == 0).all()
-
-
-@reductions("moments")
-@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-def test_moments_of_special_values(cuda, probe, special):
-    """One is enough: no thread takes the row for a row with a variance."""
-    x = even_numbers((7, probe.spec.n), "float32")
-    x[2, probe.spec.n - 1] = special
-    y = reduced_by_probe(probe, x)
-    assert y[2, :, 3].isnan().all()
-    others = [row for row in range(7) if row != 2]
-    assert same_in_every_thread(y[others])
-    assert y[others].isfinite().all()
+    found, expected = y[..., 0].double().cpu(), reduced(spec, x).cpu()
+    known = ~np.isnan(expected[..., 0])
+    np.testing.assert_array_equal(found[..., 0][known], expected[..., 0][known])
+    np.testing.assert_allclose(found[..., 1] + found[..., 2], expected[..., 1], rtol=4 * 2**-23)
 
 
 def fast_maths(x):
@@ -290,6 +271,7 @@ def test_rsqrt_at_the_ends(cuda):
     found = fast_maths(x)["rsqrt"].tolist()
     assert found[:2] == [math.inf, 0.0]
     assert all(map(math.isnan, found[2:]))
+    assert fast_maths(x)["rsqrt_rest"].tolist() == [0.0] * 4
     small = torch.tensor([1e-40, 2.0**-149, 2.0**-126, 1e-31], device="cuda")
     exact = small.double().rsqrt()
     assert ((fast_maths(small)["rsqrt"] / exact - 1).abs() <= 2**-22.9).all()
@@ -310,7 +292,11 @@ def test_fast_maths_is_as_exact_as_promised(cuda):
         "log": (2**-21, 2**-21),
         "reciprocal": (2**-22, 0),
     }
-    for name, found in fast_maths(x).items():
+    functions = fast_maths(x)
+    rest = functions.pop("rsqrt_rest")
+    # of second order in an error below 2**-22.9, and a few roundings at its own size
+    assert ((functions["rsqrt"] + rest) / exact.rsqrt() - 1).abs().max() <= 2**-43
+    for name, found in functions.items():
         expected = getattr(exact, name)()
         relative, absolute = bounds[name]
         assert ((found - expected).abs() <= relative * expected.abs() + absolute).all(), name

@@ -121,7 +121,7 @@ def test_threads_do_not_leak_KC_08():
 def test_to_cute():
     from quack_core.jit.compile import to_cute
 
-    widths = {"float32": 32, "bfloat16": 16, "float16": 16, "int32": 32}
+    widths = {"float32": 32, "bfloat16": 16, "float16": 16, "int32": 32, "int64": 64}
     assert {name: to_cute(name).width for name in widths} == widths
     with pytest.raises(DTypeError, match="float8"):
         to_cute("float8")

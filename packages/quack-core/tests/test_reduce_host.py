@@ -4,6 +4,7 @@ One process evaluates all requests: device functions are traced and compiled for
 order and special values. It says nothing about the approximation of exp2 on a GPU.
 """
 
+import functools
 import json
 import math
 import os
@@ -43,37 +44,9 @@ def online_rows(count, rows=200):
     ]
 
 
-def moments_of(values):
-    """(number, base, mean - base, sum of squared distances from the mean); none: zeros."""
-    if not len(values):
-        return [0.0] * 4
-    exact = np.array(values, np.float64)
-    return [len(exact), exact[0], exact.mean() - exact[0], ((exact - exact.mean()) ** 2).sum()]
-
-
-def moments_rows(count, rows=200):
-    """Values of each partial result: none or a few, far from zero, some all alike."""
-    rng = np.random.default_rng(count)
-    centres = [0.0, 1e4, 1e6]
-    return [
-        [
-            rng.normal(rng.choice(centres), rng.integers(0, 2), rng.choice([0, 1, 3, 8]))
-            .astype(np.float32)
-            .tolist()
-            for _ in range(count)
-        ]
-        for _ in range(rows)
-    ]
-
-
-MOMENTS_ROWS = {count: moments_rows(count) for count in COUNTS}
-THREAD_MOMENTS = [
-    [
-        *np.random.default_rng(row).normal(1e4, 1, exist).astype(np.float32).tolist(),
-        *[0.0] * (8 - exist),
-    ]
-    for row, exist in enumerate(list(range(9)) * 20)
-]
+POWERS = np.exp(np.random.default_rng(0).uniform(-60, 0, (400, 16))).astype(np.float32)
+POWERS[:, 5] = 1.0
+POWERS[200:] **= np.float32(0.02)  # all of them count
 
 SPECIAL_MAX = [
     ([1.0, 2.0], 2.0),
@@ -90,8 +63,8 @@ SPECIAL_ONLINE = [  # pairs, expected maximum, expected sum
     ([(5.0, 3.0), (-INF, 0.0)], 5.0, 3.0),
     ([(5.0, 3.0), (4.0, 2.0)], 5.0, 4.0),
     ([(0.0, 1.0), (-1000.0, 7.0)], 0.0, 1.0),
-    ([(INF, 1.0), (0.0, 1.0)], INF, NAN),  # as softmax of a row with +inf
-    ([(NAN, 1.0), (0.0, 1.0)], NAN, NAN),
+    ([(INF, NAN), (0.0, 1.0)], INF, NAN),  # as softmax of a row with +inf
+    ([(NAN, NAN), (0.0, 1.0)], NAN, NAN),
     ([(0.0, 1.0), (0.0, NAN)], 0.0, NAN),
 ]
 SPECIAL_THREAD_ONLINE = [  # values, expected maximum, expected sum
@@ -109,17 +82,21 @@ REQUESTS = {
     **{("tree", "online", n): online_rows(n) for n in COUNTS},
     ("tree", "max", "special"): [[[v] for v in values] for values, _ in SPECIAL_MAX],
     ("tree", "online", "special"): [pairs for pairs, *_ in SPECIAL_ONLINE],
+    **{
+        ("tree", "compensated", (n, turn)): [
+            [[*pair, pair[1] * 2.0**-26] for pair in row[::turn]] for row in online_rows(n)
+        ]
+        for n in COUNTS
+        for turn in (1, -1)
+    },
+    ("tree", "compensated", "special"): [
+        [[*p, 0.0] for p in pairs] for pairs, *_ in SPECIAL_ONLINE
+    ],
+    ("thread", "sum2", 16): POWERS[..., None].tolist(),
     ("thread", "sum", 16): random_rows(16),
     ("thread", "max", 16): random_rows(16),
     ("thread", "max", "special"): [[[v] for v in values] for values, _ in SPECIAL_MAX],
     ("thread", "online", "special"): [[[v] for v in row] for row, *_ in SPECIAL_THREAD_ONLINE],
-    **{
-        ("tree", "moments", (n, turn)): [[moments_of(p) for p in row[::turn]] for row in rows]
-        for n, rows in MOMENTS_ROWS.items()
-        for turn in (1, -1)
-    },
-    ("thread", "some_moments", 8): [[[v] for v in row] for row in THREAD_MOMENTS],
-    ("thread", "moments", 8): [[[v] for v in row] for row in THREAD_MOMENTS if all(row)],
     ("phases", str(STAGES), 10): [None] * 10,
 }
 
@@ -170,12 +147,11 @@ def test_max_is_exact(on_host, count):
         assert found == [float(np.array(row, np.float32).max())]
 
 
-def test_sum_of_a_thread_is_in_index_order(on_host):
+def test_sum_of_a_thread_is_four_chains_in_index_order(on_host):
     for row, found in zip(REQUESTS["thread", "sum", 16], on_host["thread", "sum", 16], strict=True):
-        total = np.float32(0)
-        for value in np.array(row, np.float32)[:, 0]:
-            total = total + value
-        assert found == [float(total)]
+        values = np.array(row, np.float32)[:, 0]
+        chains = [functools.reduce(np.add, values[i::4]) for i in range(4)]
+        assert found == [float((chains[0] + chains[1]) + (chains[2] + chains[3]))]
 
 
 def test_max_of_a_thread_is_exact(on_host):
@@ -228,46 +204,51 @@ def test_online_combine_is_the_sum_of_exponentials(on_host, count):
         assert abs(found[1] - total) <= tolerance
 
 
-def assert_moments(found, values, roundings):
-    """Each rounding is at most half an ulp of a distance within the row."""
-    count, _, _, squares = moments_of(values)
-    assert found[0] == count
-    if not count:
-        assert found[1:] == [0.0, 0.0, 0.0]
-        return
-    assert np.float32(found[1]) in np.float32(values)  # the base is one of the values
-    exact = np.array(values, np.float64)
-    error = roundings * np.finfo(np.float32).eps / 2 * np.ptp(exact)
-    assert abs(found[1] + found[2] - exact.mean()) <= error
-    # The error of a distance counts twice in its square, and once more squared.
-    spread = math.sqrt(count * squares)
-    allowed = 2 * error * spread + count * error**2 + roundings * 2**-24 * squares
-    assert abs(found[3] - squares) <= allowed
+def softmax_sum(parts):
+    """The maximum, and of those (maximum, sum, rest) that have one: their terms and distances."""
+    parts = np.array(parts, np.float32).astype(np.float64)
+    largest = parts[:, 0].max()
+    parts = parts[np.isfinite(parts[:, 0])]
+    away = largest - parts[:, 0]
+    return largest, (parts[:, 1] + parts[:, 2]) * np.exp(-away), away
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_moments_are_those_of_all_values(on_host, count):
-    """Values around a million with a spread of one lose nothing; empty parts change nothing."""
+def test_compensated_combine_rounds_nothing_but_factors(on_host, count):
+    """Two ulps of a factor per level: its difference rounded at that size, and the exponential."""
     levels = math.ceil(math.log2(count)) if count > 1 else 0
-    for parts, found in zip(
-        MOMENTS_ROWS[count], on_host["tree", "moments", (count, 1)], strict=True
-    ):
-        # The parts themselves are rounded, and each level rounds at most eight times.
-        assert_moments(found, [v for part in parts for v in part], 2 + 8 * levels)
+    case = "tree", "compensated", (count, 1)
+    for row, found in zip(REQUESTS[case], on_host[case], strict=True):
+        largest, terms, away = softmax_sum(row)
+        scaled = (terms * away).sum() + terms[away > 0].sum()
+        assert found[0] == largest
+        error = math.fsum([found[1], found[2], *-terms])
+        assert abs(error) <= levels * 2**-23 * scaled + 2**-45 * terms.sum()
+        assert abs(found[2]) <= (levels + 1) * 2**-24 * abs(found[1])
 
 
-def test_moments_of_two_are_the_same_in_both_orders(on_host):
-    """Lanes of a butterfly combine the same two results, each its own first."""
-    assert on_host["tree", "moments", (2, 1)] == on_host["tree", "moments", (2, -1)]
+def test_compensated_combine_of_two_is_the_same_in_both_orders(on_host):
+    one, other = (on_host["tree", "compensated", (2, turn)] for turn in (1, -1))
+    assert one == other
 
 
-def test_moments_of_a_thread(on_host):
-    """All of eight values, or as many of them as exist."""
-    for row, found in zip(THREAD_MOMENTS, on_host["thread", "some_moments", 8], strict=True):
-        assert_moments(found, [v for v in row if v], 2 + 8)
-    whole = [row for row in THREAD_MOMENTS if all(row)]
-    for row, found in zip(whole, on_host["thread", "moments", 8], strict=True):
-        assert_moments(found, row, 2 + 8)
+@pytest.mark.parametrize(
+    "case", range(len(SPECIAL_ONLINE)), ids=lambda i: str(SPECIAL_ONLINE[i][0])
+)
+def test_compensated_combine_of_special_values(on_host, case):
+    pairs, largest, total = SPECIAL_ONLINE[case]
+    found = on_host["tree", "compensated", "special"][case]
+    assert equal(found[0], largest)
+    if pairs == [(5.0, 3.0), (4.0, 2.0)]:  # base 2 there
+        total = 3 + 2 / math.e
+    assert equal(found[1], total)
+
+
+def test_compensated_sum_of_a_thread_lacks_nothing(on_host):
+    for row, found in zip(POWERS, on_host["thread", "sum2", 16], strict=True):
+        error = math.fsum([*found, *-row.astype(np.float64)])
+        assert abs(error) <= 16 * 2**-24 * (16 * 2**-24 * 16)  # roundings of what is below an ulp
+        assert abs(found[1]) <= 16 * 2**-24 * 16
 
 
 def test_reader_and_writer_walk_over_the_ring(on_host):

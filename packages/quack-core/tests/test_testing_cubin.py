@@ -220,6 +220,27 @@ SNIPPETS = {
         ),
         None,
     ),
+    "remainder of a constant": (
+        (
+            "mul.hi.u32 %r4, %r1, -1840700269;\n shr.u32 %r5, %r4, 2;\n mul.lo.s32 %r6, %r5, 7;\n"
+            "sub.s32 %r3, %r1, %r6;\n mul.lo.s32 %r7, %r3, 2048;\n cvt.u64.u32 %rd2, %r7;"
+        ),
+        None,
+    ),
+    "quotient of a constant": (
+        (
+            "mul.hi.u32 %r4, %r1, -1840700269;\n shr.u32 %r5, %r4, 2;\n mul.lo.s32 %r6, %r5, 4096;\n"
+            "cvt.u64.u32 %rd2, %r6;"
+        ),
+        "mul.lo.s32 %r6, %r5, 4096",
+    ),
+    "quotient of a constant times another": (  # by 7, times 8
+        (
+            "mul.hi.u32 %r4, %r1, -1840700269;\n shr.u32 %r5, %r4, 2;\n mul.lo.s32 %r6, %r5, 8;\n"
+            "sub.s32 %r3, %r1, %r6;\n mul.lo.s32 %r7, %r3, 2048;\n cvt.u64.u32 %rd2, %r7;"
+        ),
+        "mul.lo.s32 %r7, %r3, 2048",
+    ),
     "shift": ("shl.b32 %r3, %r1, 12;\n cvt.u64.u32 %rd2, %r3;", "shl.b32 %r3, %r1, 12"),
     "in two steps": (
         "shl.b32 %r3, %r1, 4;\n mul.lo.s32 %r4, %r3, 4096;\n cvt.u64.u32 %rd2, %r4;",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quack_core import torch_workspace
 from quack_norm.ops.rmsnorm import launch, prepare, reference
-from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
+from quack_norm.ops.rmsnorm.spec import STATISTICS, RMSNormFwdSpec
 from quack_norm.ops.row_map import launch as row_launch
 
 
@@ -45,7 +45,7 @@ class Kernel:
             self._take_state(
                 state, config, bool(work is not None) * config.state_ints * heads, groups, h
             )
-            shape = (*h.shape[:-1], 4) if spec.centred else h.shape[:-1]
+            shape = (*h.shape[:-1], STATISTICS) if spec.centred else h.shape[:-1]
             if rstd.shape != shape or not rstd.is_contiguous():
                 raise ValueError("rstd")
             needed = config.work_elements(spec, groups, heads)

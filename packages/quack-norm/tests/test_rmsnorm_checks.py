@@ -228,14 +228,24 @@ def test_kc_07_one_launcher_for_all_batches(cuda: str) -> None:
 
 def test_kl_10_every_public_name_with_the_fewest_arguments(device: str) -> None:
     x = torch.ones(2, 64, device=device)
+    even = torch.full_like(x, 1 / 64)
     found = {
-        "rmsnorm": quack_norm.rmsnorm(x),
-        "RMSNorm": quack_norm.RMSNorm(64).to(device)(x),
-        "QuackRMSNorm": quack_norm.QuackRMSNorm(64).to(device)(x),
+        "rmsnorm": (quack_norm.rmsnorm(x), x),
+        "RMSNorm": (quack_norm.RMSNorm(64).to(device)(x), x),
+        "QuackRMSNorm": (quack_norm.QuackRMSNorm(64).to(device)(x), x),
+        "layernorm": (quack_norm.layernorm(x), torch.zeros_like(x)),
+        "LayerNorm": (quack_norm.LayerNorm(64).to(device)(x), torch.zeros_like(x)),
+        "softmax": (quack_norm.softmax(x), even),
+        "log_softmax": (quack_norm.log_softmax(x), even.log()),
+        "cross_entropy": (
+            quack_norm.cross_entropy(x, torch.tensor([3, 5], device=device)),
+            -even[0, 0].log(),
+        ),
+        "topk": (quack_norm.topk(x, 2)[0], x[:, :2]),
     }
     assert set(found) == {name for name in quack_norm.__all__ if not name.startswith("_")}
-    for name, out in found.items():
-        torch.testing.assert_close(out, x, msg=name)
+    for name, (out, wanted) in found.items():
+        torch.testing.assert_close(out, wanted, msg=name)
 
 
 LONG = [8192, 16384, 32768, 65536, 131072, 262144, 262139]

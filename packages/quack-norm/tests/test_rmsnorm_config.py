@@ -66,12 +66,44 @@ def test_address_and_stride_do_not_change_the_tiling(n: int, gpu: arch.Arch) -> 
                 assert rules.default_fwd(moved, gpu).tiling(moved) == tiling
 
 
-@pytest.mark.parametrize("n", [8192, 16384, 65536, MAX_N])
-def test_few_rows_take_the_same_tiling(n: int) -> None:
-    spec = forward(n, B, F)
-    chosen = rules.default_fwd(spec, arch.SM90)
-    assert chosen.persistent and not chosen.one_tile().persistent
-    assert chosen.one_tile().tiling(spec) == chosen.tiling(spec)
+def owners(chosen: config.FwdConfig, spec: RMSNormFwdSpec) -> list[tuple[int, int, int]]:
+    """(CTA in the cluster, thread, value of the thread) of each vector of a row."""
+    columns = range(0, spec.n, spec.vec)
+    if not chosen.unroll:
+        return [chosen.tiling(spec).owner(column) for column in columns]
+    batch, found = chosen.batch(spec), []
+    for column in columns:
+        rank, column = divmod(column, chosen.slice_cols(spec))
+        turn, column = divmod(column, batch.n)
+        _, thread, value = batch.owner(column)
+        found.append((rank, thread, turn * batch.values + value))
+    return found
+
+
+@by_arch
+@pytest.mark.parametrize("n", [4096, 4104, 5120, 8192, 8200, 16384, 32776, 65544, MAX_N])
+def test_few_rows_are_added_up_alike(n: int, gpu: arch.Arch) -> None:
+    """Rows move otherwise where there are few; threads own the same elements, in the same order."""
+    added = {"residual": B, "residual_out": F, "bias": F}
+    specs = [forward(n, B, B), forward(n, B, F), forward(n, F, F), forward(n, B, F, **added)]
+    for spec in (*specs, forward(n, B, F, centred=True)):
+        chosen = rules.default_fwd(spec, gpu)
+        few = chosen.for_few(spec)
+        if few is not None:
+            assert not (few.persistent or few.unroll or few.shifted or few.ctas_per_sm)
+            assert few.threads_per_row == chosen.threads_per_row and few.rows_per_cta == 1
+            assert few.cluster == chosen.cluster and few.num_threads <= gpu.max_threads
+            assert owners(few, spec) == owners(chosen, spec)
+
+
+def test_which_rows_move_otherwise_where_they_are_few() -> None:
+    """Those that threads hold while they move; not those read in batches, nor odd ones."""
+    expected = {4096: True, 8192: True, 16384: False, 65536: False, 131072: True, 16383: False}
+    found = {}
+    for n in expected:
+        spec = forward(n, B, F)
+        found[n] = rules.default_fwd(spec, arch.SM90).for_few(spec) is not None
+    assert found == expected
 
 
 def test_groups_are_what_is_resident_or_the_rows() -> None:

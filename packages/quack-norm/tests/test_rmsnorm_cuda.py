@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quack_core import driver, torch_workspace
 from quack_core.jit import cache
 from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import random
+from quack_norm.ops.layernorm.api import layernorm
 from quack_norm.ops.rmsnorm import launch
 from quack_norm.ops.rmsnorm.api import rmsnorm
 
@@ -23,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("cuda")
 # Widths whose kernels keep counters: rows drawn in the forward, last arrival in the backward.
 WIDTHS = [4096, 16384, 65536]
 
+both_norms = pytest.mark.parametrize("norm", [rmsnorm, layernorm])
+
 
 def problem(n: int, rows: int = 257, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     x = random((rows, n), BF16, "cuda", seed=seed + 1).requires_grad_()
@@ -30,8 +34,10 @@ def problem(n: int, rows: int = 257, seed: int = 0) -> tuple[Tensor, Tensor, Ten
     return x, w, random((rows, n), BF16, "cuda", seed=seed + 3)
 
 
-def step(x: Tensor, w: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    y = rmsnorm(x, w)
+def step(
+    x: Tensor, w: Tensor, dout: Tensor, norm: Callable[..., Tensor] = rmsnorm
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = norm(x, w)
     dx, dw = torch.autograd.grad(y, (x, w), dout)
     return y.detach(), dx, dw
 
@@ -56,9 +62,10 @@ class Load:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("n", WIDTHS)
-def test_the_same_bits_100_times_under_load(n: int) -> None:
-    data = problem(n)
+@both_norms
+@pytest.mark.parametrize("n", [1000, *WIDTHS])
+def test_the_same_bits_100_times_under_load(norm: Callable[..., Tensor], n: int) -> None:
+    data = (*problem(n), norm)
     right = step(*data)
     for _ in range(10):
         with Load():
@@ -67,9 +74,10 @@ def test_the_same_bits_100_times_under_load(n: int) -> None:
             assert_same(results, right)
 
 
+@both_norms
 @pytest.mark.parametrize("n", WIDTHS)
-def test_two_streams(n: int) -> None:
-    problems = [problem(n, seed=10 * i) for i in range(2)]
+def test_two_streams(norm: Callable[..., Tensor], n: int) -> None:
+    problems = [(*problem(n, seed=10 * i), norm) for i in range(2)]
     right = [step(*data) for data in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()

@@ -1,5 +1,7 @@
 """Faults of the field that are about values; each test carries its row's id."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,18 @@ from rmsnorm_oracle import BF16, F16, F32, Case, check
 from quack_core.errors import UnsupportedError
 from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import random
+from quack_norm.ops.layernorm.api import layernorm
 from quack_norm.ops.rmsnorm.api import rmsnorm
+
+Norm = Callable[..., torch.Tensor]
+
+both_norms = pytest.mark.parametrize("norm", [rmsnorm, layernorm])
+STATISTICS = {rmsnorm: {"return_rstd": True}, layernorm: {"return_statistics": True}}
+
+
+def layer64(x: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    away = x.double() - x.double().mean(-1, keepdim=True)
+    return away * (away.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def rms64(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -16,14 +29,16 @@ def rms64(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
+@both_norms
 @pytest.mark.parametrize("shape", [(3, 0, 2520), (0, 64), (0,), (4, 0)], ids=str)
-def test_kn_08_kn_09_nothing_to_do(shape: tuple[int, ...], device: str) -> None:
+def test_kn_08_kn_09_nothing_to_do(norm: Norm, shape: tuple[int, ...], device: str) -> None:
     x = torch.zeros(shape, dtype=BF16, device=device, requires_grad=True)
     r = torch.zeros(shape, dtype=F32, device=device, requires_grad=True)
     w = torch.ones(shape[-1], device=device, requires_grad=True)
     b = torch.ones(shape[-1], device=device, requires_grad=True)
-    y, h, rstd = rmsnorm(x, w, b, residual=r, prenorm=True, return_rstd=True)
-    assert (y.shape, h.shape, rstd.shape) == (shape, shape, shape[:-1])
+    y, h, rstd = norm(x, w, b, residual=r, prenorm=True, **STATISTICS[norm])
+    per_row = shape[:-1] if norm is rmsnorm else (*shape[:-1], 2)
+    assert (y.shape, h.shape, rstd.shape) == (shape, shape, per_row)
     assert (y.dtype, h.dtype, rstd.dtype) == (BF16, F32, F32)
     (y.float().sum() + h.sum()).backward()
     assert x.grad.shape == r.grad.shape == shape
@@ -65,7 +80,7 @@ def test_kn_12_eps_is_not_rescaled(device: str) -> None:
 def offset_rows(device: str) -> list[torch.Tensor]:
     """Rows with a mean far larger than their spread, as in the reports on layer norms."""
     steps = torch.arange(16, dtype=F32, device=device)
-    peak = torch.full((1, 257), 10239.0, device=device)
+    peak = torch.full((1, 10240), 256.0, device=device)
     peak[0, -1] = 255
     return [
         torch.arange(40000, 40004, dtype=F32, device=device)[None],
@@ -75,18 +90,48 @@ def offset_rows(device: str) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("row", "ends"),
+    list(enumerate([(-1.3416, 1.3416), (-1.3415, 1.3442), (0.0, 0.0), (0.0094, -96.3734)])),
+)
+def test_kn_13_large_mean_of_layernorm(row: int, ends: tuple[float, float], device: str) -> None:
+    """The mean is known to more bits than float32 has, so that distances from it are right."""
+    x = offset_rows(device)[row]
+    out, right = layernorm(x), layer64(x)
+    assert (round(float(right[0, 0]), 4), round(float(right[0, -1]), 4)) == ends
+    # the mean and the variance, a root and two products: each within some epsilons of float32
+    worst = (out.double() - right).abs() / right.abs().clamp(min=torch.finfo(F32).tiny)
+    assert float(worst.max()) <= 8 * torch.finfo(F32).eps
+    if row == 2:
+        assert not out.any()
+
+
+def test_kn_13_gradients_where_the_mean_is_large(device: str) -> None:
+    for x in offset_rows(device):
+        x.requires_grad_()
+        dout = random(tuple(x.shape), F32, device, seed=1)
+        (dx,) = torch.autograd.grad(layernorm(x), x, dout)
+        x64 = x.detach().double().requires_grad_()
+        (right,) = torch.autograd.grad(layer64(x64), x64, dout.double())
+        # dx is a difference of gradients: judge by what goes in, rstd * dout and its projections
+        scale = (x64.detach().var(-1, correction=0) + 1e-5).rsqrt() * dout.abs().amax()
+        size = layer64(x64.detach()).abs().amax() ** 2 + 1
+        assert float((dx - right).abs().max()) <= 8 * torch.finfo(F32).eps * float(scale * size)
+
+
 @pytest.mark.parametrize("row", range(4))
 def test_kn_13_large_mean(row: int, device: str) -> None:
     x = offset_rows(device)[row]
     out = rmsnorm(x)
-    # a sum of up to 257 squares, a root and a product, each within an epsilon of float32
+    # a sum of squares, a root and a product, each within an epsilon or two of float32
     worst = ((out.double() - rms64(x)) / rms64(x)).abs().max()
     assert float(worst) <= 8 * torch.finfo(F32).eps
 
 
+@both_norms
 @pytest.mark.parametrize("rows", [2, 16, 255, 256, 4096])
 @pytest.mark.parametrize("n", [256, 1001, 4096], ids=lambda n: f"n{n}")
-def test_kn_15_rows_do_not_depend_on_the_batch(n: int, rows: int, device: str) -> None:
+def test_kn_15_rows_do_not_depend_on_the_batch(norm: Norm, n: int, rows: int, device: str) -> None:
     if device == "cpu" and rows * n > 2**20:
         rows = 2**20 // n
     x = random((rows, n), BF16, device, seed=1)
@@ -96,7 +141,7 @@ def test_kn_15_rows_do_not_depend_on_the_batch(n: int, rows: int, device: str) -
 
     def run(at: slice) -> tuple[torch.Tensor, ...]:
         a, b = x[at].clone().requires_grad_(), r[at].clone().requires_grad_()
-        y, h, rstd = rmsnorm(a, w, residual=b, prenorm=True, return_rstd=True)
+        y, h, rstd = norm(a, w, residual=b, prenorm=True, **STATISTICS[norm])
         return (y, h, rstd, *torch.autograd.grad((y, h), (a, b), (dout[at], dout[at])))
 
     together = run(slice(None))
@@ -106,6 +151,24 @@ def test_kn_15_rows_do_not_depend_on_the_batch(n: int, rows: int, device: str) -
             strict=True,
         ):  # fmt: skip
             assert_bitwise(whole[first : first + 1], alone, f"{name} of row {first}")
+
+
+@both_norms
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("n", [4096, 8192, 8200, 16384, 32776, 65536, 131072])
+def test_kn_15_many_long_rows_and_few(norm: Norm, n: int, residual: bool, cuda: str) -> None:
+    """Those that wait in shared memory, and those of rings: where they are few, kernels differ."""
+    x, w = random((2000, n), BF16, cuda, seed=1), random((n,), F32, cuda, seed=2)
+    r = random((2000, n), BF16, cuda, seed=3) if residual else None
+
+    def run(first: int) -> tuple[torch.Tensor, ...]:
+        added = None if r is None else r[first:]
+        return norm(x[first:], w, residual=added, prenorm=residual, **STATISTICS[norm])
+
+    whole = run(0)
+    for first in (1999, 1993, 1500):
+        for i, (found, right) in enumerate(zip(run(first), whole, strict=True)):
+            assert_bitwise(found, right[first:], f"result {i} from row {first}")
 
 
 @pytest.mark.parametrize("n", [64, 72, 128, 256, 1000, 1536, 3584, 5120, 7168, 8200, 16384])
@@ -120,12 +183,13 @@ def test_kn_17_beyond_the_longest_row(n: int, device: str) -> None:
         rmsnorm(torch.zeros(1, n, dtype=BF16, device=device))
 
 
-def test_kn_20_gradient_tensors_stay_as_they_are(device: str) -> None:
+@both_norms
+def test_kn_20_gradient_tensors_stay_as_they_are(norm: Norm, device: str) -> None:
     x = random((17, 256), BF16, device, seed=1).requires_grad_()
     w = random((256,), F32, device, seed=2).requires_grad_()
     dout, dh = random((17, 256), BF16, device, seed=3), random((17, 256), BF16, device, seed=4)
     kept = dout.clone(), dh.clone()
-    y, h = rmsnorm(x, w, prenorm=True)
+    y, h = norm(x, w, prenorm=True)
     first = torch.autograd.grad((y, h), (x, w), (dout, dh), retain_graph=True)
     again = torch.autograd.grad((y, h), (x, w), (dout, dh))
     assert_bitwise(dout, kept[0])
@@ -151,20 +215,22 @@ def test_kn_20_two_norms_in_a_row(device: str) -> None:
     assert float((x32.grad - x64.grad).abs().max()) <= 16 * torch.finfo(F32).eps * scale
 
 
-def test_kn_21_second_derivative_raises(device: str) -> None:
+@both_norms
+def test_kn_21_second_derivative_raises(norm: Norm, device: str) -> None:
     x = random((3, 64), F32, device, seed=1).requires_grad_()
     w = random((64,), F32, device, seed=2).requires_grad_()
-    (dx,) = torch.autograd.grad(rmsnorm(x, w).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(norm(x, w).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         dx.square().sum().backward()
 
 
-def test_kn_21_create_graph_alone_is_fine(device: str) -> None:
+@both_norms
+def test_kn_21_create_graph_alone_is_fine(norm: Norm, device: str) -> None:
     """Only using the second derivative raises; the first one is right."""
     x = random((3, 64), F32, device, seed=1).requires_grad_()
     dout = random((3, 64), F32, device, seed=2)
-    (with_graph,) = torch.autograd.grad(rmsnorm(x), x, dout, create_graph=True)
-    (without,) = torch.autograd.grad(rmsnorm(x), x, dout)
+    (with_graph,) = torch.autograd.grad(norm(x), x, dout, create_graph=True)
+    (without,) = torch.autograd.grad(norm(x), x, dout)
     assert_bitwise(with_graph, without)
 
 

@@ -23,20 +23,30 @@ CASES = [
     (Case("elements one by one", (40, 33)), "fwd", "bwd"),
     (Case("pieces of memory", (11, 1001), **ALL), "fwd_shifted", "bwd"),
     (Case("pieces of memory in fp32", (11, 1001), F32, bias=F32), "fwd_shifted", "bwd"),
-    (Case("a ring", (801, 4096), weight=BF16), "fwd_ring", "bwd"),
-    (Case("a ring in fp32", (401, 4096), F32, **ALL | {"residual": F32}), "fwd", "bwd"),
+    (Case("held", (801, 4096), weight=BF16), "fwd_staged", "bwd"),
+    (Case("held in fp32", (401, 4096), F32, **ALL | {"residual": F32}), "fwd_staged", "bwd"),
+    (Case("held, ragged", (1100, 4104), weight=BF16, bias=F32), "fwd_staged", "bwd"),
+    (Case("held by a cluster", (70, 32768), **ALL), "fwd_staged", "bwd"),
+    (Case("in batches", (9, 16384)), "fwd_staged", "bwd"),
+    (Case("in ragged batches", (9, 8200), weight=BF16), "fwd_staged", "bwd"),
+    (Case("in ragged batches of a cluster", (9, 32776)), "fwd_staged", "bwd"),
     (Case("a ring of odd rows", (801, 4097)), "fwd_ring", "bwd"),
     (Case("a ring of odd rows with all", (265, 8193), **ALL), "fwd_ring", "bwd"),
     (Case("a ring of odd rows in fp32", (265, 4099), F32, bias=F32), "fwd_ring", "bwd"),
-    (Case("a ring over a cluster", (70, 32768), **ALL), "fwd_ring", "bwd"),
-    (Case("a ragged ring over a cluster", (70, 32776)), "fwd_ring", "bwd"),
+    (Case("a ring over a cluster", (19, 131072), bias=F32), "fwd_ring", "bwd"),
+    (Case("a ragged ring over a cluster", (19, 65544), **ALL), "fwd_ring", "bwd"),
+    (Case("the longest ring", (9, 262144)), "fwd_ring", "bwd_long"),
     (Case("odd rows over a cluster", (35, 50257)), "fwd_ring", "bwd"),
     (Case("rows that are not kept", (9, 262144), F32), "fwd", "bwd_long"),
     (Case("heads", (5, 6, 128), per_head=True), "fwd", "bwd"),
 ]
 SHIFTED = [
-    Case("a ring, x unaligned", (801, 4096), x_layout=Layout.ODD_OFFSET),
-    Case("a ring, dout unaligned", (801, 4096), dout_layout=Layout.ODD_ROW_STRIDED),
+    Case("held, x unaligned", (801, 4096), x_layout=Layout.ODD_OFFSET),
+    Case("held by a cluster, rows unaligned", (70, 32768), **ALL, x_layout=Layout.ODD_ROW_STRIDED),
+    Case("in batches, x unaligned", (9, 16384), x_layout=Layout.ODD_OFFSET),
+    Case("in batches, rows unaligned", (9, 32776), x_layout=Layout.ODD_ROW_STRIDED),
+    Case("a ring, x unaligned", (19, 131072), x_layout=Layout.ODD_OFFSET),
+    Case("dout unaligned", (801, 4096), dout_layout=Layout.ODD_ROW_STRIDED),
 ]
 
 
@@ -74,4 +84,15 @@ def test_the_cases_reach_the_kernels(case: Case, fwd: str, bwd: str) -> None:
 
 def test_no_kernel_is_left_out() -> None:
     reached = {name for _, *names in CASES for name in names}
-    assert reached == {"fwd", "fwd_ring", "fwd_shifted", "bwd", "bwd_long"}
+    assert reached == {"fwd", "fwd_ring", "fwd_shifted", "fwd_staged", "bwd", "bwd_long"}
+
+
+@pytest.mark.parametrize("cases", [[case for case, _, _ in CASES], SHIFTED], ids=["all", "shifted"])
+def test_staged_rows_move_in_every_way(cases: list[Case]) -> None:
+    """Held in registers or read in batches; by a CTA or a cluster."""
+    reached = set()
+    for forward, _ in map(specs, cases):
+        chosen = rules.default_fwd(forward, arch.SM90)
+        if chosen.unroll:
+            reached.add((chosen.batches(forward) == 1, chosen.cluster > 1))
+    assert reached == {(held, shared) for held in (True, False) for shared in (True, False)}

@@ -9,6 +9,8 @@ from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import Layout, arrange, dirty_allocator, random
 from quack_norm.ops.rmsnorm.api import rmsnorm
 
+pytestmark = pytest.mark.exhaustive
+
 REPEATS_ROWS = (Layout.EXPANDED,)
 
 

@@ -3,6 +3,8 @@
 import pytest
 from rmsnorm_oracle import BF16, F16, F32, Case, check
 
+pytestmark = pytest.mark.exhaustive
+
 # With a small eps dx of a row of few elements is a difference of nearly equal numbers: its value is
 # the rounding error, ours and torch's alike.
 SIZES = [

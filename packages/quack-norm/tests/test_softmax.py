@@ -162,6 +162,16 @@ def test_ks_04_rows_that_are_not_finite(ours, torchs, n: int, device: str) -> No
 
 
 @both
+@pytest.mark.parametrize("n", [3, 127, 32000, 65537])
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1e-3])
+def test_ks_14_what_pads_a_row_does_not_count(ours, torchs, scale, n: int, device: str) -> None:
+    """Least numbers would be the largest after the scale, or like all others, or NaN."""
+    x = torch.full((3, n), -40.0, device=device)
+    right = torchs(x.double() * scale, -1)
+    assert_accurate(ours(x, scale=scale), right, torchs(x * scale, -1))
+
+
+@both
 def test_nothing_and_little(ours, torchs, device: str) -> None:
     for shape in ((0, 4), (3, 0), (2, 0, 5)):
         x = torch.zeros(shape, device=device, requires_grad=True)

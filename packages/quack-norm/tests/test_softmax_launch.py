@@ -1,4 +1,4 @@
-"""What is handed to softmax kernels: rows, alignment, counters; stand-ins compute on the CPU."""
+"""What is handed to softmax kernels: rows and alignment; stand-ins compute on the CPU."""
 
 import contextlib
 from typing import Any
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from quack_core import arch
 from quack_core.testing.inputs import Layout, random
+from quack_norm.ops import rows
 from quack_norm.ops.row_map import launch as row_launch
 from quack_norm.ops.softmax import launch, reference
 from quack_norm.ops.softmax.spec import SoftmaxFwdSpec
 
-BF16, F32 = torch.bfloat16, torch.float32
 RESIDENT = 132
+BF16, F32 = torch.bfloat16, torch.float32
 
 
 class Kernels:
@@ -22,24 +23,21 @@ class Kernels:
 
     def __init__(self) -> None:
         self.loaded: list[tuple[Any, Any]] = []
-        self.groups: list[int] = []
 
     def load(self, module: str, spec: Any, config: Any, target: Any) -> Any:
         self.loaded.append((spec, config))
 
-        def forward(x: Tensor, out: Tensor, state: Any, scale: float, groups: int) -> None:
-            self._take(spec, config, (x, out), state, groups)
+        def forward(x: Tensor, out: Tensor, scale: float) -> None:
+            self._take(spec, (x, out))
             out.copy_(reference.forward(x, spec.log, scale, out.dtype))
 
-        def backward(
-            out: Tensor, dout: Tensor, dx: Tensor, state: Any, scale: float, groups: int
-        ) -> None:
-            self._take(spec, config, (out, dout, dx), state, groups)
+        def backward(out: Tensor, dout: Tensor, dx: Tensor, scale: float) -> None:
+            self._take(spec, (out, dout, dx))
             dx.copy_(reference.backward(out, dout, spec.log, scale, dx.dtype))
 
         return forward if isinstance(spec, SoftmaxFwdSpec) else backward
 
-    def _take(self, spec: Any, config: Any, moved: tuple, state: Any, groups: int) -> None:
+    def _take(self, spec: Any, moved: tuple[Tensor, ...]) -> None:
         assert len({tensor.shape for tensor in moved}) == 1
         for tensor in moved:
             assert tensor.dim() == spec.rank and tensor.shape[-1] == spec.n
@@ -50,19 +48,18 @@ class Kernels:
                 if extent > 1
             ]
             assert all(number % spec.align == 0 for number in (tensor.data_ptr(), *steps))
-        assert (state is not None) == config.persistent
-        self.groups.append(groups)
+        vector = 128 // (8 * moved[0].element_size())
+        one_dtype = len({tensor.dtype for tensor in moved}) == 1
+        assert spec.in_phase == (one_dtype and rows.in_phase(vector, *moved))
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
-    for module in (launch, row_launch):
-        monkeypatch.setattr(module.cache, "load", made.load)
-        monkeypatch.setattr(module.arch, "detect", lambda device: arch.SM90)
+    monkeypatch.setattr(row_launch.cache, "load", made.load)
     monkeypatch.setattr(row_launch.occupancy, "resident_clusters", lambda *a, **k: RESIDENT)
-    counters = lambda device, count: torch.zeros(count, dtype=torch.int32)
-    monkeypatch.setattr(row_launch.torch_workspace, "counters", counters)
+    for module in (launch, row_launch):
+        monkeypatch.setattr(module.arch, "detect", lambda device: arch.SM90)
     monkeypatch.setattr(row_launch.torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(launch, "_launchers", {})
     return made
@@ -86,8 +83,8 @@ def test_rows_of_any_layout(
 
 def test_a_kernel_per_kind_and_alignment(kernels: Kernels) -> None:
     x = random((4, 64), BF16, seed=1)
-    for rows in (1, 2, 4):
-        launch.forward(x[:rows], False, 1.0, BF16)
+    for count in (1, 2, 4):
+        launch.forward(x[:count], False, 1.0, BF16)
     assert len(kernels.loaded) == 1
     odd = random((4, 64), BF16, seed=1, layout=Layout.ODD_OFFSET)
     launch.forward(odd, False, 1.0, BF16)
@@ -96,17 +93,15 @@ def test_a_kernel_per_kind_and_alignment(kernels: Kernels) -> None:
     assert [spec.scaled for spec, _ in kernels.loaded] == [False, False, True]
 
 
-def test_few_rows_take_the_kernel_of_one_tile(kernels: Kernels) -> None:
-    x = random((RESIDENT + 1, 16384), BF16, seed=1)
-    launch.forward(x[:RESIDENT], False, 1.0, BF16)
-    launch.forward(x, False, 1.0, BF16)
-    assert [config.persistent for _, config in kernels.loaded] == [False, True]
-    assert kernels.groups == [RESIDENT, RESIDENT]
+@pytest.mark.parametrize(
+    ("n", "few_in_registers"), [(2049, False), (4096, True), (8191, False), (65536, False)]
+)
+def test_long_rows_wait_in_shared_memory(kernels: Kernels, n: int, few_in_registers: bool) -> None:
+    """Few of them go straight to registers if that gives the same bits."""
+    x = random((RESIDENT + 1, n), BF16, seed=1)
+    for count in (RESIDENT, RESIDENT + 1):
+        launch.forward(x[:count], False, 1.0, BF16)
+    waits = [config.unroll > 0 for _, config in kernels.loaded]
+    assert waits == ([False, True] if few_in_registers else [True])
     tilings = {config.tiling(spec) for spec, config in kernels.loaded}
     assert len(tilings) == 1
-
-
-def test_odd_rows_always_take_the_ring(kernels: Kernels) -> None:
-    launch.forward(random((2, 8191), BF16, seed=1), False, 1.0, BF16)
-    assert [config.persistent for _, config in kernels.loaded] == [True]
-    assert kernels.groups == [2]

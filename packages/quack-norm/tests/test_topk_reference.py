@@ -17,6 +17,8 @@ from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import Layout, random
 from quack_norm.ops.topk import check, reference
 
+pytestmark = pytest.mark.exhaustive
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 INF, NAN = math.inf, math.nan
 

@@ -67,7 +67,7 @@ def test_without_gpu_kernels_are_inspected(monkeypatch, capsys, one_kernel):
     for _, cells in rows:
         threads, cluster, registers, spilled, *widths = cells.split()
         assert int(threads) % 32 == 0 and int(cluster) == 1 and 16 <= int(registers) <= 255
-        assert (spilled, widths) == ("0", ["128", "32/128"])
+        assert (spilled, widths) == ("0", ["128", "128"])
 
 
 def test_a_wrong_result_is_the_exit_status(monkeypatch):

@@ -1,12 +1,13 @@
 """Modules: drop-in replacements for those of ``torch.nn``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quack_core.errors import ShapeError
+from quack_norm.ops.layernorm.api import layernorm
 from quack_norm.ops.rmsnorm.api import rmsnorm
 
 # torch's rms_norm takes the epsilon of the dtype that it computes in: float32 for all of ours.
@@ -73,40 +74,24 @@ class RMSNorm(torch.nn.RMSNorm):
         Returns:
             The normalised tensor, or with ``prenorm`` a tuple of it and the sum.
         """
-        axes = len(self.normalized_shape)
-        if tuple(x.shape[-axes:]) != tuple(self.normalized_shape):
-            raise ShapeError(
-                f"RMSNorm: x has shape {tuple(x.shape)}: its last dimensions must be "
-                f"normalized_shape, {tuple(self.normalized_shape)}"
-            )
-        result: Tensor | tuple[Tensor, ...] = rmsnorm(
-            x if axes == 1 else x.flatten(-axes),
-            _flat(self.weight, axes),
-            _flat(self.bias, axes),
-            residual=_flat(residual, axes),
+        return _normalise(
+            self,
+            rmsnorm,
+            x,
+            residual,
             eps=_TORCH_EPS if self.eps is None else self.eps,
             weight_offset=self.weight_offset,
             prenorm=prenorm,
-            out_dtype=self.out_dtype,
-            residual_dtype=self.residual_dtype,
         )
-        if axes == 1:
-            return result
-        if isinstance(result, tuple):
-            return tuple(tensor.view(x.shape) for tensor in result)
-        return result.view(x.shape)
 
     def extra_repr(self) -> str:
-        """The arguments that differ from torch's."""
+        """Torch's arguments, and those of ours that are not as by default."""
         text = super().extra_repr()
         if self.bias is not None:
             text += ", bias=True"
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
-        for name in ("out_dtype", "residual_dtype"):
-            if getattr(self, name) is not None:
-                text += f", {name}={getattr(self, name)}"
-        return text
+        return text + _dtypes(self)
 
 
 class QuackRMSNorm(RMSNorm):
@@ -131,6 +116,95 @@ class QuackRMSNorm(RMSNorm):
         **options: Any,
     ) -> None:
         super().__init__(dim, eps, elementwise_affine, device, dtype, **options)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`quack_norm.layernorm` as a module; replaces `torch.nn.LayerNorm`, whose state it loads.
+
+    Args:
+        normalized_shape: the last dimensions of the input, which are normalised together.
+        eps: added to the variance.
+        elementwise_affine: learn a weight, and a bias with it.
+        bias: whether to learn the bias.
+        device: of the parameters.
+        dtype: of the parameters; it need not be that of the input.
+        out_dtype: dtype of the result, by default that of the input.
+        residual_dtype: dtype of ``input + residual`` as a result, by default that of residual.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        self.out_dtype = out_dtype
+        self.residual_dtype = residual_dtype
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Normalise ``x + residual``.
+
+        Args:
+            x: ``(..., *normalized_shape)``.
+            residual: shaped like x.
+            prenorm: return the sum as well.
+
+        Returns:
+            The normalised tensor, or with ``prenorm`` a tuple of it and the sum.
+        """
+        return _normalise(self, layernorm, x, residual, eps=self.eps, prenorm=prenorm)
+
+    def extra_repr(self) -> str:
+        """Torch's arguments, and those of ours that are not as by default."""
+        text = super().extra_repr()
+        if self.elementwise_affine and self.bias is None and "bias=" not in text:
+            text += ", bias=False"
+        return text + _dtypes(self)
+
+
+def _normalise(
+    module: RMSNorm | LayerNorm,
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    x: Tensor,
+    residual: Tensor | None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """``function`` over all dimensions of the module's normalized_shape together."""
+    axes = len(module.normalized_shape)
+    if tuple(x.shape[-axes:]) != tuple(module.normalized_shape):
+        raise ShapeError(
+            f"{type(module).__name__}: x has shape {tuple(x.shape)}: its last dimensions must be "
+            f"normalized_shape, {tuple(module.normalized_shape)}"
+        )
+    result = function(
+        x if axes == 1 else x.flatten(-axes),
+        _flat(module.weight, axes),
+        _flat(module.bias, axes),
+        residual=_flat(residual, axes),
+        out_dtype=module.out_dtype,
+        residual_dtype=module.residual_dtype,
+        **options,
+    )
+    if axes == 1:
+        return result
+    if isinstance(result, tuple):
+        return tuple(tensor.view(x.shape) for tensor in result)
+    return result.view(x.shape)
+
+
+def _dtypes(module: RMSNorm | LayerNorm) -> str:
+    """Text of the dtypes that are not as by default."""
+    given = ((name, getattr(module, name)) for name in ("out_dtype", "residual_dtype"))
+    return "".join(f", {name}={dtype}" for name, dtype in given if dtype is not None)
 
 
 def _flat(tensor: Tensor | None, axes: int) -> Tensor | None:

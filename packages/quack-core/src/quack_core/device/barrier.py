@@ -258,7 +258,15 @@ def semaphore_acquire(counter: cute.Pointer, target: Int32, tid: Int32) -> None:
     Source: PTX ISA, ld.acquire.gpu.
     """
     if tid == 0:
-        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        seen = load_acquire(counter)
         while seen < target:
-            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            seen = load_acquire(counter)
     cute.arch.sync_threads()
+
+
+def load_acquire(counter: cute.Pointer) -> Int32:
+    """The counter as it is; what was written before the releases that it shows is visible then.
+
+    Source: PTX ISA, ld.acquire.gpu.
+    """
+    return cute.arch.load(counter, Int32, sem="acquire", scope="gpu")

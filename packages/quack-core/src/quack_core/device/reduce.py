@@ -7,7 +7,7 @@ threads; every thread receives the same bits.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import cutlass
@@ -19,8 +19,12 @@ from quack_core.reduction.tiling import WARP
 
 Partial = tuple[Float32, ...]
 
+CHAINS = 4
+"""Sums of a thread side by side: an addition has to wait for the one before it."""
 DIRECT_SLOTS = 8
 """Up to this many partial results each thread reads them all instead of shuffling."""
+GRID = 2.0**18
+"""Sums rounded to its ulp, 2 ** -5, add up without error as long as they stay below it."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,17 @@ class Reduction:
     """An associative operation on tuples of float32 and its neutral element.
 
     ``combine`` must be straight-line code: it is inlined while a kernel is traced.
+
+    Args:
+        within_warp: reduces the partial results of so many neighbouring lanes, where those of one
+            warp are simpler to combine; None: ``combine`` does.
+        collects: ``within_warp`` also combines results of warps and CTAs, however few.
     """
 
     identity: tuple[float, ...]
     combine: Callable[[Partial, Partial], Partial]
+    within_warp: Callable[[Partial, int], Partial] | None = None
+    collects: bool = False
 
     @property
     def width(self) -> int:
@@ -50,54 +61,120 @@ def _max(a: Partial, b: Partial) -> Partial:
     return (cutlass.max(a[0], b[0]),)
 
 
+def _max_number(a: Partial, b: Partial) -> Partial:
+    return (cute.arch.fmax(a[0], b[0]),)
+
+
 @cute.jit
-def _online(a: Partial, b: Partial, factor: float) -> Partial:
-    largest = cutlass.max(a[0], b[0])
-    # A maximum of -inf on both sides: subtract 0, so that no inf - inf makes a NaN.
-    shift = Float32(0.0) if largest == Float32(-math.inf) else largest
-    scaled = tuple(v[1] * fast_math.exp2(_times(v[0] - shift, factor)) for v in (a, b))
-    return largest, scaled[0] + scaled[1]
+def _online(a: Partial, b: Partial, power: Callable[[Float32], Float32]) -> Partial:
+    """The sum below the smaller maximum is scaled to the larger one, which may skip a NaN: the sum
+    has it. Both orders give the same bits, in every kernel: no product is left to be fused."""
+    largest, smallest = cute.arch.fmax(a[0], b[0]), cute.arch.fmin(a[0], b[0])
+    moved, kept = (a[1], b[1]) if a[0] < b[0] else (b[1], a[1])
+    return largest, cute.math.fma(moved, power(smallest - _finite(largest)), kept)
+
+
+@cute.jit
+def _online_warp(value: Partial, lanes: int, power: Callable[[Float32], Float32]) -> Partial:
+    """One maximum for all lanes first: then their sums simply add up."""
+    (largest,) = warp_reduce(value[:1], MAX_NUMBER, lanes)
+    scaled = fast_math.product(value[1], power(value[0] - _finite(largest)))
+    return largest, warp_reduce((scaled,), SUM, lanes)[0]
+
+
+@cute.jit
+def _compensated(a: Partial, b: Partial) -> Partial:
+    """As ``_online``; sums carry what they lack."""
+    largest, smallest = cute.arch.fmax(a[0], b[0]), cute.arch.fmin(a[0], b[0])
+    moved, moved_rest = (a[1], a[2]) if a[0] < b[0] else (b[1], b[2])
+    kept, kept_rest = (b[1], b[2]) if a[0] < b[0] else (a[1], a[2])
+    scaled, scaled_rest = _times_exp(moved, moved_rest, smallest - _finite(largest))
+    total, error = fast_math.two_sum(scaled, kept)
+    return largest, total, (scaled_rest + kept_rest) + error
+
+
+@cute.jit
+def _compensated_warp(value: Partial, lanes: int) -> Partial:
+    """One maximum for all lanes first; sums are then split on a common grid and simply add up."""
+    (largest,) = warp_reduce(value[:1], MAX_NUMBER, lanes)
+    total, rest = _times_exp(value[1], value[2], value[0] - _finite(largest))
+    shifted, below = fast_math.fast_two_sum(Float32(GRID), total)
+    total, rest = warp_reduce((shifted - Float32(GRID), rest + below), SUM2, lanes)
+    return largest, *fast_math.fast_two_sum(total, rest)
+
+
+def _times_exp(total: Float32, rest: Float32, x: Float32) -> tuple[Float32, Float32]:
+    """(total + rest) * e ** x, x <= 0, in two numbers again."""
+    t, power = fast_math.exp_parts(x)
+    whole = fast_math.product(total, power)
+    scaled = cute.math.fma(whole, t, whole)
+    error = cute.math.fma(whole, t, whole - scaled)
+    return scaled, cute.math.fma(rest, cute.math.fma(power, t, power), error)
+
+
+@cute.jit
+def _finite(largest: Float32) -> Float32:
+    """A maximum of -inf: subtract 0, so that no inf - inf makes a NaN."""
+    return Float32(0.0) if largest == Float32(-math.inf) else largest
+
+
+def _online_reduction(power: Callable[[Float32], Float32]) -> Reduction:
+    warp = functools.partial(_online_warp, power=power)
+    return Reduction((-math.inf, 0.0), functools.partial(_online, power=power), warp)
 
 
 def _times(value, factor: float):
     return value if factor == 1.0 else value * Float32(factor)
 
 
-@cute.jit
-def _merge_moments(a: Partial, b: Partial) -> Partial:
-    """Both orders give the same bits, so that all lanes of a butterfly agree."""
-    count = a[0] + b[0]
-    base = a[1] if b[0] == Float32(0.0) else b[1]
-    if a[0] > Float32(0.0) and b[0] > Float32(0.0) and a[1] < b[1]:
-        base = a[1]
-    from_base = tuple((v[1] - base) + v[2] for v in (a, b))
-    share = fast_math.reciprocal(cutlass.max(count, Float32(1.0)))
-    offset = (a[0] * from_base[0] + b[0] * from_base[1]) * share
-    apart = from_base[1] - from_base[0]
-    return count, base, offset, (a[3] + b[3]) + apart * apart * (a[0] * b[0] * share)
-
-
 SUM = Reduction((0.0,), _add)
 SUM2 = Reduction((0.0, 0.0), _add)
 MAX = Reduction((-math.inf,), _max)
-ONLINE_MAX_SUM = Reduction((-math.inf, 0.0), functools.partial(_online, factor=1.0))
+MAX_NUMBER = Reduction((-math.inf,), _max_number)
+"""As ``MAX``, in one instruction instead of four; a NaN is skipped."""
+ONLINE_MAX_SUM = _online_reduction(fast_math.exp2)
 """(m, s): the maximum of values in base-2 logarithmic units and the sum of 2 ** (value - m)."""
-ONLINE_SOFTMAX = Reduction((-math.inf, 0.0), functools.partial(_online, factor=fast_math.LOG2_E))
+ONLINE_SOFTMAX = _online_reduction(fast_math.exp)
 """(m, s): the maximum of values and the sum of e ** (value - m)."""
-
-MOMENTS = Reduction((0.0, 0.0, 0.0, 0.0), _merge_moments)
-"""(number of values, base, mean - base, sum of squared distances from the mean).
-
-The base is one of the values, so that nothing cancels and the mean keeps bits below its own ulp.
-
-Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
-Variances, 1979.
-"""
+ONLINE_SOFTMAX_ROUNDED = _online_reduction(fast_math.exp_rounded)
+"""The same to the last bits of float32."""
+ONLINE_SOFTMAX_COMPENSATED = Reduction(
+    (-math.inf, 0.0, 0.0), _compensated, _compensated_warp, collects=True
+)
+"""(m, s, rest): s + rest is the same sum as if it were rounded once, of up to 2 ** 18 values."""
 
 
 def thread_sum(values: cute.TensorSSA) -> Float32:
-    """Sum of the values that one thread holds, in index order."""
-    return values.reduce(cute.ReductionOp.ADD, 0.0, 0)
+    """Sum of the values that one thread holds: some chains side by side, each in index order."""
+    return _chains([values[i] for i in range(cute.size(values.shape))], lambda s, v: s + v)
+
+
+def thread_compensated_sum(values: Iterable[Float32]) -> tuple[Float32, Float32]:
+    """(s, rest): the sum of a thread's values, all within 0 and 1, and what s lacks of it.
+
+    Args:
+        values: traced one by one as they are added, so that few are in registers at once.
+    """
+    total, rest = Float32(1.0), Float32(0.0)  # so that no value is larger than the sum
+    for value in values:
+        total, error = fast_math.fast_two_sum(total, value)
+        rest = rest + error
+    return total - Float32(1.0), rest
+
+
+def thread_squares(values: cute.TensorSSA) -> Float32:
+    """Sum of their squares, one rounding each."""
+    listed = [values[i] for i in range(cute.size(values.shape))]
+    squares = [fast_math.product(v, v) for v in listed[:CHAINS]]
+    return _chains(squares + listed[CHAINS:], lambda s, v: cute.math.fma(v, v, s))
+
+
+def _chains(values: list[Float32], add: Callable[[Float32, Float32], Float32]) -> Float32:
+    """Add values to the first few, in turn, and these up."""
+    sums = values[:CHAINS]
+    for i, value in enumerate(values[CHAINS:]):
+        sums[i % CHAINS] = add(sums[i % CHAINS], value)
+    return combine_tree([(s,) for s in sums], SUM)[0]
 
 
 def thread_max(values: cute.TensorSSA) -> Float32:
@@ -109,28 +186,8 @@ def thread_max(values: cute.TensorSSA) -> Float32:
 def thread_online(values: cute.TensorSSA, factor: cutlass.Constexpr[float] = 1.0) -> Partial:
     """(maximum, sum of 2 ** ((value - maximum) * factor)) of the values that one thread holds."""
     largest = thread_max(values)
-    shift = Float32(0.0) if largest == Float32(-math.inf) else largest
+    shift = _finite(largest)
     return largest, thread_sum(cute.math.exp2(_times(values - shift, factor), fastmath=True))
-
-
-def thread_moments(values: cute.TensorSSA, exists: cute.TensorSSA | None = None) -> Partial:
-    """``MOMENTS`` of the values that one thread holds.
-
-    Args:
-        exists: which of them count, the first if any; the others are 0. None: all.
-    """
-    base = values[0]
-    away, count = values - base, Float32(cute.size(values.shape))
-    share = Float32(1.0 / cute.size(values.shape))
-    if exists is not None:
-        away = cute.where(exists, away, Float32(0.0))
-        count = thread_sum(cute.where(exists, cute.full_like(values, 1.0), Float32(0.0)))
-        share = fast_math.reciprocal(cutlass.max(count, Float32(1.0)))
-    offset = thread_sum(away) * share
-    away = away - offset
-    if exists is not None:
-        away = cute.where(exists, away, Float32(0.0))
-    return count, base, offset, thread_sum(away * away)
 
 
 def warp_reduce(value: Partial, reduction: Reduction, lanes: int = WARP) -> Partial:
@@ -150,7 +207,9 @@ def collect(partials: cute.Tensor, reduction: cutlass.Constexpr, row: Int32) -> 
         row: row of this thread within ``partials``.
     """
     slots = const_expr(cute.size(partials, mode=[1]))
-    if const_expr(slots <= DIRECT_SLOTS):  # every thread reads all: no shuffles to wait for
+    if const_expr(
+        slots <= (1 if reduction.collects else DIRECT_SLOTS)
+    ):  # every thread reads all: no shuffles to wait for
         values = [tuple(partials[i, s, row] for i in range(reduction.width)) for s in range(slots)]
         return combine_tree(values, reduction)
     lanes = const_expr(min(WARP, 1 << (slots - 1).bit_length()))
@@ -163,7 +222,9 @@ def collect(partials: cute.Tensor, reduction: cutlass.Constexpr, row: Int32) -> 
         neutral = reduction.neutral()
         read = tuple(partials[i, at, row] for i in range(reduction.width))
         value = tuple(r if inside else n for r, n in zip(read, neutral, strict=True))
-        total = reduction.combine(total, value)
+        total = reduction.combine(total, value) if first or not reduction.collects else value
+    if const_expr(reduction.collects):
+        return reduction.within_warp(total, lanes)
     return warp_reduce(total, reduction, lanes)
 
 

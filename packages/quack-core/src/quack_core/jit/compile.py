@@ -25,7 +25,13 @@ from .options import DEFAULT, Options
 LOCK = threading.RLock()
 """Held while the DSL traces and compiles, and while its process-wide state is changed."""
 
-_CUTE_NAMES = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16", "int32": "Int32"}
+_CUTE_NAMES = {
+    "float32": "Float32",
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+    "int32": "Int32",
+    "int64": "Int64",
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def compile_kernel(
 
 
 def to_cute(name: str) -> Any:
-    """The DSL's type for torch's dtype name ``float32``, ``bfloat16``, ``float16`` or ``int32``.
+    """The DSL's type for torch's dtype name: a floating-point one, ``int32`` or ``int64``.
 
     Raises:
         DTypeError: another name.

@@ -43,8 +43,9 @@ class ReductionBase:
     Args:
         tiling: how a row is spread over threads.
         reduction: the operation; its width is the number of float32 values reduced together.
-        buffers: 1 if a kernel reduces once; 2 if it loops (rounds use them in turn).
+        buffers: 1 if a kernel reduces once; 2 if more often (rounds use them in turn).
         barrier: of the threads that reduce, where a CTA has more; None: the whole CTA reduces.
+        width: of the widest operation, if a kernel reduces by others as well.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class ReductionBase:
         reduction: Reduction = SUM,
         buffers: int = 1,
         barrier: NamedBarrier | None = None,
+        width: int = 0,
     ):
         self.tiling, self.reduction, self.buffers = tiling, reduction, buffers
-        self.barrier = barrier
+        self.barrier, self.width = barrier, max(width, reduction.width)
 
     def thread_in_row(self, tid: Int32) -> Int32:
         return tid % self.tiling.threads_per_row
@@ -67,8 +69,8 @@ class ReductionBase:
         """Room for partial results, and the cluster's mbarriers."""
         tiling = self.tiling
         shapes = (
-            (self.reduction.width, tiling.warps_per_row, tiling.rows_per_cta, self.buffers),
-            (self.reduction.width, tiling.cluster, 1, self.buffers),
+            (self.width, tiling.warps_per_row, tiling.rows_per_cta, self.buffers),
+            (self.width, tiling.cluster, 1, self.buffers),
         )
         tensors = (
             smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
@@ -100,6 +102,7 @@ class ReductionBase:
         tid: Int32,
         round_idx: Int32,
         extra_bytes: cutlass.Constexpr[int] = 0,
+        reduction: cutlass.Constexpr[Reduction | None] = None,
     ) -> Partial:
         """``value`` over all threads of the row; each of them gets the result.
 
@@ -107,26 +110,31 @@ class ReductionBase:
 
         Args:
             extra_bytes: of other messages that complete on the round's mbarrier.
+            reduction: another operation than the kernel's.
 
         Synchronises: nothing if a row fits a warp; else one CTA barrier and, with a cluster, one
         phase of its mbarrier.
         """
         tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
+        operation = const_expr(self.reduction if reduction is None else reduction)
         mbar = exchange.mbar
-        total = warp_reduce(value, self.reduction, min(WARP, tiling.threads_per_row))
+        if const_expr(operation.within_warp is None):
+            total = warp_reduce(value, operation, tiling.lanes)
+        else:
+            total = operation.within_warp(value, tiling.lanes)
         if const_expr(tiling.threads_per_row > WARP or tiling.cluster > 1):
             here, row = exchange.warps[None, None, None, buffer], self.row_in_cta(tid)
             cta_post(total, here, self.thread_in_row(tid) // WARP, row)
             self._sync()
             if const_expr(tiling.cluster == 1):
-                total = collect(here, self.reduction, row)
+                total = collect(here, operation, row)
             else:
                 there = exchange.ctas[None, None, None, buffer]
                 if tid < WARP:
-                    of_cta = collect(here, self.reduction, row)
+                    of_cta = collect(here, operation, row)
                     cluster_post(of_cta, there, mbar + buffer, tiling.cluster, tid, extra_bytes)
                 cute.arch.mbarrier_wait(mbar + buffer, (round_idx // self.buffers) % 2)
-                total = collect(there, self.reduction, Int32(0))
+                total = collect(there, operation, Int32(0))
         return total
 
     def _sync(self) -> None:

@@ -67,7 +67,8 @@ def wrapping_offsets(ptx: str, row_length: int, rows_per_cta: int = 1) -> list[s
 
 def _is_32_bit_product(instruction: _Instruction) -> bool:
     name, *kinds = instruction.op.split(".")
-    return name in ("mul", "mad", "shl") and "wide" not in kinds and kinds[-1].endswith("32")
+    exact = "wide" in kinds or "hi" in kinds  # the upper half of a product does not wrap
+    return name in ("mul", "mad", "shl") and not exact and kinds[-1].endswith("32")
 
 
 def _row_factors(instructions: list[_Instruction]) -> dict[str, int]:
@@ -101,6 +102,8 @@ def _factor(
         return 0
     if name == "shl":
         return of[0] << int(sources[1]) if sources[1].isdigit() else of[0] * _UNBOUNDED
+    if op.startswith("mul.hi"):
+        return max(of)  # at most either factor
     if name in ("mul", "mad"):
         if dividend := _undone_division(sources, defined):
             return factors[dividend]
@@ -116,9 +119,24 @@ def _undone_division(sources: tuple[str, ...], defined: dict[str, _Instruction])
     """``a`` if the product is ``a / b * b``, a step towards a remainder and no larger than ``a``."""
     for quotient, divisor in (sources[:2], sources[1::-1]):
         division = defined.get(quotient)
-        if division and division.op.startswith("div") and division.sources[1] == divisor:
+        if division is None:
+            continue
+        if division.op.startswith("div") and division.sources[1] == divisor:
             return division.sources[0]
+        if divisor.isdigit() and (dividend := _dividend(division, int(divisor), defined)):
+            return dividend
     return None
+
+
+def _dividend(division: _Instruction, divisor: int, defined: dict[str, _Instruction]) -> str | None:
+    """``a`` if this is ``a / divisor``, written as ``(a * factor) >> (32 + shift)``."""
+    product, shift = division, 0
+    if division.op == "shr.u32" and division.sources[1].isdigit():
+        product, shift = defined.get(division.sources[0], division), int(division.sources[1])
+    if product.op != "mul.hi.u32" or not re.fullmatch(r"-?\d+", product.sources[1]):
+        return None
+    factor = int(product.sources[1]) % _UNBOUNDED
+    return product.sources[0] if round(2 ** (32 + shift) / factor) == divisor else None
 
 
 def _address_registers(instructions: list[_Instruction]) -> set[str]:

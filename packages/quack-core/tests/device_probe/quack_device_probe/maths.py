@@ -34,8 +34,10 @@ class Maths:
         if j < mX.shape[0]:
             x = mX[j]
             for i in cutlass.range_constexpr(len(self.spec.functions)):
-                function = const_expr(getattr(fast_math, self.spec.functions[i]))
-                mOut[i, j] = function(x)
+                name = const_expr(self.spec.functions[i])
+                function = const_expr(getattr(fast_math, name))
+                operands = (x, fast_math.rsqrt(x)) if const_expr(name == "rsqrt_rest") else (x,)
+                mOut[i, j] = function(*operands)
 
 
 def build(spec: MathsSpec, config: ProbeConfig) -> tuple[Maths, tuple[Any, ...]]:

@@ -22,7 +22,7 @@ REDUCTIONS = {
     "max": reduce.MAX,
     "online": reduce.ONLINE_MAX_SUM,
     "softmax": reduce.ONLINE_SOFTMAX,
-    "moments": reduce.MOMENTS,
+    "compensated": reduce.ONLINE_SOFTMAX_COMPENSATED,
 }
 
 
@@ -63,7 +63,7 @@ class Reduce(ReductionBase):
         values = copy.load_vectors(source, tiling, thread, copy.CHUNK, pred)
         self.join_cluster()
         for turn in cutlass.range_constexpr(self.spec.rounds):
-            partial = self._thread(self._masked(values, pred) * (turn + 1.0), pred)
+            partial = self._thread(self._masked(values, pred) * (turn + 1.0))
             total = self.reduce(partial, exchange, tid, Int32(turn))
             if valid:
                 for w in cutlass.range_constexpr(self.reduction.width):
@@ -72,7 +72,7 @@ class Reduce(ReductionBase):
     @cute.jit
     def _masked(self, values: cute.Tensor, pred: cute.Tensor):
         """The values of a thread; the reduction's neutral element where there are none."""
-        largest = const_expr(self.spec.reduction in ("max", "online", "softmax"))
+        largest = const_expr(self.spec.reduction in ("max", "online", "softmax", "compensated"))
         outside = const_expr(-math.inf if largest else 0.0)
         for p in cutlass.range_constexpr(self.tiling.passes):
             for v in cutlass.range_constexpr(self.tiling.vec):
@@ -80,16 +80,15 @@ class Reduce(ReductionBase):
         return values.load()
 
     @cute.jit
-    def _exists(self, pred: cute.Tensor) -> cute.TensorSSA:
-        """Which values of a thread lie within the row."""
-        tiling = const_expr(self.tiling)
-        exists = cute.make_rmem_tensor((tiling.vec, tiling.passes), Boolean)
-        for p in cutlass.range_constexpr(tiling.passes):
-            for v in cutlass.range_constexpr(tiling.vec):
-                exists[v, p] = pred[0, 0, p]
-        return exists.load()
+    def _compensated(self, values: cute.TensorSSA):
+        """The maximum and the sum of exponentials below it."""
+        largest = reduce.thread_max(values)
+        shift = Float32(0.0) if largest == Float32(-math.inf) else largest
+        powers = fast_math.exp_rounded(values - shift)
+        listed = [powers[i] for i in range(cute.size(powers.shape))]
+        return largest, *reduce.thread_compensated_sum(listed)
 
-    def _thread(self, values: cute.TensorSSA, pred: cute.Tensor):
+    def _thread(self, values: cute.TensorSSA):
         kind = self.spec.reduction
         if kind == "max":
             return (reduce.thread_max(values),)
@@ -97,8 +96,8 @@ class Reduce(ReductionBase):
             return reduce.thread_online(values)
         if kind == "softmax":
             return reduce.thread_online(values, fast_math.LOG2_E)
-        if kind == "moments":
-            return reduce.thread_moments(values, self._exists(pred))
+        if kind == "compensated":
+            return self._compensated(values)
         squares = (reduce.thread_sum(values * values),) if kind == "sum2" else ()
         return (reduce.thread_sum(values), *squares)
 

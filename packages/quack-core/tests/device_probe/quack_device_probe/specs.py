@@ -118,7 +118,7 @@ class ReduceSpec:
     @property
     def width(self) -> int:
         """Float32 values of a result."""
-        return {"sum": 1, "max": 1, "moments": 4}.get(self.reduction, 2)
+        return {"sum": 1, "max": 1, "compensated": 3}.get(self.reduction, 2)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,15 @@ class GridSpec:
 class MathsSpec:
     """Functions of ``fast_math``, each applied to every element."""
 
-    functions: tuple[str, ...] = ("rsqrt", "exp2", "exp", "log2", "log", "reciprocal")
+    functions: tuple[str, ...] = (
+        "rsqrt",
+        "rsqrt_rest",
+        "exp2",
+        "exp",
+        "log2",
+        "log",
+        "reciprocal",
+    )
     name: str = "probe_maths"
 
 
@@ -160,6 +168,7 @@ PROBES = (
     Probe("tiles", TileSpec("add", (32, 32), dtype=F32)),
     Probe("tiles", TileSpec("multicast", cluster=2)),
     Probe("reduction", ReduceSpec("sum", 96, 4, 8, 16)),  # rows share a warp
+    Probe("reduction", ReduceSpec("sum2", 100, 4, 32, 4)),  # lanes without columns
     Probe("reduction", ReduceSpec("sum2", 1000, 4, 128, 2)),
     Probe("reduction", ReduceSpec("max", 8192, 4, 1024, rounds=3)),  # 32 warps: shuffles
     Probe("reduction", ReduceSpec("online", 6000, 4, 128)),
@@ -167,8 +176,9 @@ PROBES = (
     Probe("reduction", ReduceSpec("max", 8000, 4, 128, cluster=4)),
     Probe("reduction", ReduceSpec("online", 8192, 4, 128, cluster=8, rounds=3)),
     Probe("reduction", ReduceSpec("softmax", 6000, 4, 128)),
-    Probe("reduction", ReduceSpec("moments", 100, 4, 32, 4)),  # lanes without columns
-    Probe("reduction", ReduceSpec("moments", 6000, 4, 128, cluster=4, rounds=3)),
+    Probe("reduction", ReduceSpec("compensated", 100, 4, 8, 16)),
+    Probe("reduction", ReduceSpec("compensated", 6000, 4, 128)),
+    Probe("reduction", ReduceSpec("compensated", 8192, 4, 512, cluster=4, rounds=3)),
     *(Probe("grid", GridSpec(path)) for path in ("last", "turns", "groups")),
     Probe("maths", MathsSpec()),
 )

@@ -22,6 +22,8 @@ from quack_core.errors import (
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = (torch.int32, torch.int64)
+MAX_ROWS = 2**31 - 2**21
+"""Kernels count positions in 32 bits, and about 2**20 numbers behind the last one."""
 
 
 class LabelError(QuackError, IndexError):
@@ -134,12 +136,15 @@ def in_place(input: Tensor) -> None:
             "the gradient must not overwrite values that the caller keeps",
             "leave inplace_backward away, or pass the result of an operation",
         )
-    for axis, (extent, stride) in enumerate(zip(input.shape, input.stride(), strict=True)):
-        if stride == 0 and extent > 1:
+    reach = 0  # from the first to the last element along the smaller strides
+    for axis in sorted(range(input.dim()), key=input.stride):
+        extent, stride = input.shape[axis], input.stride(axis)
+        if extent > 1 and stride <= reach:
             raise LayoutError(
-                f"cross_entropy: inplace_backward=True, but input.stride({axis}) is 0 for "
+                f"cross_entropy: inplace_backward=True, but input.stride({axis}) is {stride} for "
                 f"{extent} elements, which share memory: pass .contiguous(), or leave it away"
             )
+        reach += (extent - 1) * stride
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
@@ -201,6 +206,13 @@ def _target(input: Tensor, target: Tensor) -> None:
                 f"input.shape[{other}] is {input.shape[other]}: they must be equal; target has "
                 "the shape of input without its classes, input.shape[1]"
             )
+    count = target.numel()
+    if isinstance(count, int) and count > MAX_ROWS:  # no guard on a symbolic batch
+        raise UnsupportedError(
+            f"cross_entropy: target has {count} elements",
+            f"kernels count at most {MAX_ROWS}",
+            "split the batch",
+        )
 
 
 def _weight(input: Tensor, weight: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from quack_core import torch_op
 from quack_core.errors import UnsupportedError
 
 from . import check, launch, reference
+from .spec import STATISTICS
 
 _LIBRARY = torch.library.Library("quack_norm", "FRAGMENT")
 
@@ -118,7 +119,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     _check_forward(*args)
     x, *_, out_dtype, residual_dtype, centred = args
     stored = x.new_empty(0) if residual_dtype is None else _empty(x, residual_dtype)
-    shape = (*x.shape[:-1], 4) if centred else x.shape[:-1]
+    shape = (*x.shape[:-1], STATISTICS) if centred else x.shape[:-1]
     rstd = torch.empty(shape, dtype=torch.float32, device=x.device)
     return _empty(x, out_dtype or x.dtype), stored, rstd
 

@@ -42,7 +42,7 @@ class RMSNormBwd(NormGradient, ReductionBase):
         x: cute.Tensor,  # (M, N) or (M1, M0, N)
         weight: cute.Tensor | None,  # (N,) or (M0, N)
         dout: cute.Tensor,  # like x
-        rstd: cute.Tensor,  # (M,) or (M1, M0), or (..., 4)
+        rstd: cute.Tensor,  # (M,) or (M1, M0), or (..., STATISTICS)
         dresidual_out: cute.Tensor | None,  # like x
         dx: cute.Tensor,  # like x
         dresidual: cute.Tensor | None,  # like x
@@ -120,14 +120,14 @@ class RMSNormBwd(NormGradient, ReductionBase):
         weight = (mW, (row, head), first, thread, row_rank)
         held = self._hold(*weight)
         sums = (self._zeros(), self._zeros())  # dweight, dbias
-        next_rstd, next_base, next_offset = self._statistics(mRstd, row, rows, head)
+        next_rstd, next_mean, next_rest = self._statistics(mRstd, row, rows, head)
         self.join_cluster()
 
         step, stage = Int32(0), Int32(0)
         for begin_of_tile in cutlass.range(begin, rows, stride, unroll=1):
             row, rstd = begin_of_tile + self.row_in_cta(tid), next_rstd
-            mean = (next_base, next_offset)
-            next_rstd, next_base, next_offset = self._statistics(mRstd, row + stride, rows, head)
+            mean = (next_mean, next_rest)
+            next_rstd, next_mean, next_rest = self._statistics(mRstd, row + stride, rows, head)
             at = (inputs, ring, row, rows, head, row_rank, stage, tid)
             later = (inputs, ring, row + config.stages * stride, rows, head, row_rank, stage, tid)
             self._await()
@@ -225,15 +225,15 @@ class RMSNormBwd(NormGradient, ReductionBase):
 
     @cute.jit
     def _statistics(self, mRstd, row: Int32, rows: Int32, head: Int32):
-        """rstd of a row, and the parts of its mean if that is subtracted."""
-        rstd, base, offset = Float32(0.0), Float32(0.0), Float32(0.0)
+        """rstd of a row, and its mean in two parts if that is subtracted."""
+        rstd, mean, rest = Float32(0.0), Float32(0.0), Float32(0.0)
         if row < rows:
             at = self._coordinates(mRstd, row, head)
             if const_expr(self.spec.centred):
-                rstd, base, offset = mRstd[(*at, 0)], mRstd[(*at, 2)], mRstd[(*at, 3)]
+                rstd, mean, rest = mRstd[(*at, 0)], mRstd[(*at, 1)], mRstd[(*at, 2)]
             else:
                 rstd = mRstd[at if const_expr(len(at) > 1) else at[0]]
-        return rstd, base, offset
+        return rstd, mean, rest
 
     def _slot(self, tensor: cute.Tensor, ring: cute.Tensor, index: int, stage: Int32, tid: Int32):
         """Where a row of an input lies in shared memory."""

@@ -12,7 +12,7 @@ from quack_core import dtypes, torch_op
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
 from quack_norm.ops import rows
 
-from .spec import MAX_N
+from .spec import MAX_N, STATISTICS
 
 MAX_ROWS = 2**31 - 2**21
 """Kernels count rows in 32 bits; offsets of elements have 64.
@@ -87,7 +87,7 @@ def backward(
     _parameters(h, weight, None, op=op)
     _same_shape("dout", dout, h, op=op)
     _same_shape("dresidual_out", dresidual_out, h, op=op)
-    shape = (*h.shape[:-1], 4) if centred else tuple(h.shape[:-1])
+    shape = (*h.shape[:-1], STATISTICS) if centred else tuple(h.shape[:-1])
     if rstd.dtype != torch.float32 or rstd.shape != shape:
         raise ShapeError(
             f"{op}: rstd is {rstd.dtype} {tuple(rstd.shape)}: it must be the float32 "

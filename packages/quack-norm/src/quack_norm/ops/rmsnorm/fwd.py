@@ -5,18 +5,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from quack_core.device import fast_math
-from quack_core.device.reduce import MOMENTS, SUM, Partial, Reduction, thread_moments, thread_sum
+from quack_core.device.reduce import (
+    SUM,
+    SUM2,
+    Partial,
+    Reduction,
+    thread_squares,
+    thread_sum,
+)
 from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.tile import RowMapTile
 
 from .config import FwdConfig
-from .spec import RMSNormBwdSpec, RMSNormFwdSpec
+from .spec import STATISTICS, RMSNormBwdSpec, RMSNormFwdSpec
 
 
 class RMSNormRows:
     """h = x + residual is reduced and stored; out = h * rstd * (weight + offset) + bias.
 
-    LayerNorm (``spec.centred``) subtracts the mean of h first.
+    LayerNorm (``spec.centred``) subtracts the mean of h first. It takes the mean in two float32
+    numbers, and rstd as well where the result is float32: there, their own rounding would show.
     """
 
     spec: RMSNormFwdSpec
@@ -30,7 +38,7 @@ class RMSNormRows:
         residual: cute.Tensor | None,  # like x
         out: cute.Tensor,  # like x
         residual_out: cute.Tensor | None,  # like x
-        rstd: cute.Tensor | None,  # (M,) or (M1, M0), or (..., 4)
+        rstd: cute.Tensor | None,  # (M,) or (M1, M0), or (..., STATISTICS)
         state: cute.Tensor | None,  # (config.state_ints,)
         eps: Float32,
         weight_offset: Float32,
@@ -38,44 +46,66 @@ class RMSNormRows:
         stream: cuda.CUstream,
     ):
         operands = (x, weight, bias, residual, out, residual_out, rstd, state)
-        self.start(operands, (eps, weight_offset), groups, stream)
+        self.start(operands, (eps, weight_offset), stream, groups)
 
     @property
     def needs_exists(self) -> bool:
         return self.spec.centred
 
     def reduction_of(self, spec: RMSNormFwdSpec) -> Reduction:
-        return MOMENTS if spec.centred else SUM
+        return SUM
+
+    def second_of(self, spec: RMSNormFwdSpec) -> Reduction | None:
+        return SUM2 if spec.centred else None
 
     def combine(self, first, second, scalars):
         return first if second is None else first + second
 
     def partial(self, values, exists) -> Partial:
-        return (
-            thread_moments(values, exists) if self.spec.centred else (thread_sum(values * values),)
-        )
+        return (thread_sum(values) if self.spec.centred else thread_squares(values),)
+
+    def again(self, values, total: Partial, exists) -> Partial:
+        """Sum and squares of what is left without the rounded mean, which cancels nothing."""
+        left = values - self.mean(total)
+        if exists is not None:
+            left = cute.where(exists, left, cute.full_like(left, 0.0))
+        return thread_sum(left), thread_squares(left)
+
+    def mean(self, total: Partial) -> Float32:
+        return fast_math.product(total[0], Float32(1 / self.spec.n))
 
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:
-        """rstd; if the mean is subtracted, the mean as well, and its two parts"""
-        mean_square = total[-1] * (1 / self.spec.n)
-        rstd = fast_math.rsqrt(mean_square + scalars[0])
+        """rstd; for LayerNorm mean, what float32 lacks of the mean, and of rstd if it matters."""
+        share = Float32(1 / self.spec.n)
         if not self.spec.centred:
-            return (rstd,)
-        _, base, offset, _ = total
-        return rstd, base + offset, base, offset
+            return (fast_math.rsqrt(cute.math.fma(total[0], share, scalars[0])),)
+        rest = fast_math.product(total[1], share)
+        squares = cute.math.fma(-rest, total[1], total[2])
+        variance = cute.math.fma(squares, share, scalars[0])
+        rstd = fast_math.rsqrt(variance)
+        known = rstd, self.mean(total), rest
+        exact = self.spec.out == "float32" and self.spec.weight is not None
+        return (*known, fast_math.rsqrt_rest(variance, rstd)) if exact else known
 
     def result(self, values, known, columns, scalars):
         if self.spec.centred:
-            values = (values - known[2]) - known[3]
-        return scale(values, known[0], *columns, scalars[1], self.spec)
+            values = (values - known[1]) - known[2]
+        rest = known[3] if len(known) > 3 else None
+        return scale(values, (known[0], rest), columns, scalars[1], self.spec)
 
 
 class RMSNormFwd(RMSNormRows, RowMapTile):
     """RMSNorm of rows that a CTA takes at once."""
 
 
-def scale(h, rstd: Float32, rW, rB, weight_offset: Float32, spec: RMSNormFwdSpec):
-    """h * rstd * (weight + offset) + bias, in float32; absent operands are None."""
+def scale(h, rstd: tuple, columns: tuple, weight_offset: Float32, spec: RMSNormFwdSpec):
+    """h * rstd * (weight + offset) + bias, in float32; absent operands are None.
+
+    Args:
+        rstd: with what float32 lacks of it; None if that does not matter.
+        columns: registers of weight and bias.
+    """
+    (rstd, rest), (rW, rB) = rstd, columns
     values = h * rstd
     if rW is not None:
         weight = rW.load().to(Float32)
@@ -83,6 +113,8 @@ def scale(h, rstd: Float32, rW, rB, weight_offset: Float32, spec: RMSNormFwdSpec
         if spec.out == "float32":  # one rounding for both products
             factor = cute.full_like(values, 1.0) * rstd
             lost = cute.math.fma(h, factor, -values)
+            if rest is not None:
+                lost = lost + h * rest
             values = cute.math.fma(values, weight, lost * weight)
         else:
             values = values * weight
@@ -120,8 +152,8 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
 
 
 def statistics(spec: RMSNormFwdSpec | RMSNormBwdSpec, outer: tuple):
-    """Symbolic rstd of each row, or all that ``spec.statistics`` counts."""
-    shape = (*outer, 4) if spec.centred else outer
+    """Symbolic rstd of each row, or its ``STATISTICS``."""
+    shape = (*outer, STATISTICS) if spec.centred else outer
     return symbolic("float32", shape, align=4, contiguous=True)
 
 

@@ -39,14 +39,13 @@ class RMSNormFwdShifted(RMSNormRows, RowMap):
     """
 
     def __init__(self, spec: RMSNormFwdSpec, config: FwdConfig):
-        super().__init__(config.tiling(spec))
-        self.spec, self.config = spec, config
+        super().__init__(spec, config)
         self.cols = config.slice_cols(spec)
         self.step = self.tiling.vec * self.tiling.threads_per_row  # elements of a pass
         self.align = copy.CHUNK if spec.in_phase else 2
 
     @cute.jit
-    def start(self, operands, scalars, groups: Int32, stream: cuda.CUstream):
+    def start(self, operands, scalars, stream: cuda.CUstream, groups: Int32):
         rows = num_rows(operands[0])
         cluster = const_expr(self.tiling.cluster)
         self.kernel(*operands[:7], scalars, rows).launch(

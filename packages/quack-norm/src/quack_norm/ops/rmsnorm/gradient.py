@@ -37,15 +37,26 @@ class NormGradient:
         return (per_x, dots[1] * (1 / self.tiling.n)) if self.spec.centred else (per_x,)
 
     def gradient(self, x, dy, means: Partial, rstd: Float32, rW, weight_offset: Float32):
-        """dh of the normalisation itself."""
-        wdy = self.times_weight(dy, rW, weight_offset)
+        """dh of the normalisation itself.
+
+        What is subtracted from wdy is added up first: it is small, and so is its rounding.
+        """
+        small = x * means[0]
+        if self.spec.centred and self.tiling.n == 1:
+            return (dy - dy - small) * rstd  # wdy is its mean; the product's rounding would be left
         if self.spec.centred:
-            wdy = wdy - means[1]
-        return (wdy - x * means[0]) * rstd
+            small = small + means[1]
+        if self.spec.weight is not None and self.spec.dx == "float32":  # wdy is not rounded
+            return cute.math.fma(dy, self.weight(rW, weight_offset), -small) * rstd
+        return (self.times_weight(dy, rW, weight_offset) - small) * rstd
 
     def times_weight(self, values, rW: cute.Tensor, weight_offset: Float32):
         """values * (weight + offset)"""
         if self.spec.weight is None:
             return values
+        return values * self.weight(rW, weight_offset)
+
+    def weight(self, rW: cute.Tensor, weight_offset: Float32):
+        """weight + offset"""
         weight = rW.load().to(Float32)
-        return values * (weight + weight_offset if self.spec.offset else weight)
+        return weight + weight_offset if self.spec.offset else weight

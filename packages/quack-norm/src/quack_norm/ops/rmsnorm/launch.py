@@ -16,6 +16,7 @@ from quack_norm.ops import rows
 
 from . import check, prepare, reference
 from .check import MAX_ROWS
+from .spec import STATISTICS
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None]
 Backward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -95,7 +96,7 @@ def forward(
         h = _empty(x, dense, residual_dtype)
     if want_rstd:
         outer = (count,) if rank == 2 else shape[:-1]
-        rstd = x.new_empty((*outer, 4) if centred else outer, dtype=torch.float32)
+        rstd = x.new_empty((*outer, STATISTICS) if centred else outer, dtype=torch.float32)
     stored = None if h is x else h
     try:
         launch(x, weight, bias, residual, y, stored, rstd, None, eps, weight_offset, count)
@@ -248,7 +249,9 @@ def _forward_cold(
     return (
         result.view(x.shape) if out is None else out,
         None if stored is None else stored.view(x.shape),
-        None if rstd is None else rstd.view((*x.shape[:-1], 4) if centred else x.shape[:-1]),
+        None
+        if rstd is None
+        else rstd.view((*x.shape[:-1], STATISTICS) if centred else x.shape[:-1]),
     )
 
 
@@ -270,7 +273,7 @@ def _backward_cold(
 ) -> Backward:
     """As `_forward_cold`."""
     options = (dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head)
-    shape = (*h.shape[:-1], 4) if centred else h.shape[:-1]
+    shape = (*h.shape[:-1], STATISTICS) if centred else h.shape[:-1]
     if h.dim() < 4 or not _same_shape(h, dout, dresidual_out) or rstd.shape != shape:
         check.backward(
             h, weight, dout, rstd, dresidual_out, *options, centred, check.name_of(centred)
@@ -284,7 +287,7 @@ def _backward_cold(
         rows.as_rows(h, outer),
         _contiguous(weight),
         rows.as_rows(dout, outer),
-        _packed(rstd, (*outer, 4) if centred else outer),
+        _packed(rstd, (*outer, STATISTICS) if centred else outer),
         None if dresidual_out is None else rows.as_rows(dresidual_out, outer),
     )
     if all(a is b for a, b in zip(packed, given, strict=True)):

@@ -34,7 +34,7 @@ def forward(
 
     Returns:
         ``(out, h or None, rstd)``; rstd is float32 without the last dimension of x. With the mean
-        subtracted it is ``(..., 4)``: rstd, mean, and the mean as base + offset.
+        subtracted it is ``(..., 3)``: rstd, mean, and what float32 lacks of the mean.
     """
     h = x.contiguous().float()  # the order of a row's sum must not follow strides
     if residual is not None:
@@ -51,9 +51,8 @@ def forward(
         out = out + bias.float()
     stored = None if residual_dtype is None else _fresh(h, x, residual_dtype)
     if mean is not None:
-        base = h[..., :1]
-        parts = (rstd.unsqueeze(-1), mean.float(), base, (mean - base).float())
-        rstd = torch.cat(parts, dim=-1)
+        rounded = mean.float()
+        rstd = torch.cat((rstd.unsqueeze(-1), rounded, (mean - rounded).float()), dim=-1)
     return out.to(out_dtype or x.dtype), stored, rstd
 
 
@@ -98,7 +97,7 @@ def backward(
     dy = dout.contiguous().to(kind)
     around = h.contiguous().to(kind)
     if centred:
-        around = around - rstd[..., 2:].to(kind).sum(dim=-1, keepdim=True)
+        around = around - rstd[..., 1:].to(kind).sum(dim=-1, keepdim=True)
     normalised = around * scale
     wdy = dy if weight is None else dy * (weight.to(kind) + weight_offset)
     level = wdy.mean(dim=-1, keepdim=True) if centred else 0.0

@@ -62,7 +62,8 @@ def fits_bwd(config: BwdConfig, spec: RMSNormBwdSpec, arch: Arch) -> bool:
         return False
     held = [spec.weight, spec.x, spec.dout, spec.dresidual_out] if config.keep else []
     words = spec.column_sums + sum(dtypes.width(name) / 32 for name in held if name)
-    return config.tiling(spec).values * words <= config.registers - (56 if config.keep else 72)
+    spare = 72 if not config.keep else 64 if spec.centred else 56
+    return config.tiling(spec).values * words <= config.registers - spare
 
 
 def _ranked_bwd(spec: RMSNormBwdSpec) -> Iterator[BwdConfig]:

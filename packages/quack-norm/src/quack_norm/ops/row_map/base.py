@@ -1,11 +1,13 @@
 """What an operator on rows computes, apart from how rows move; and the pieces that all of them use."""
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core.device import copy
+from quack_core.device.barrier import NamedBarrier
 from quack_core.device.reduce import SUM, Partial, Reduction
 from quack_core.reduction.base import ReductionBase
+from quack_core.reduction.tiling import RowTiling
 
 Values = cute.TensorSSA | tuple[cute.TensorSSA, ...]
 """float32 vectors of a thread: one, or several that belong together."""
@@ -21,10 +23,21 @@ class RowMap(ReductionBase):
     fill = 0.0
     num_values = 1  # vectors that ``combine`` gives
     needs_exists = False  # whether ``partial`` has to know what belongs to the row
+    holds = False  # whether threads hold their values between reduction and result
+
+    def __init__(self, spec, config, buffers: int = 1, barrier: NamedBarrier | None = None):
+        self.spec, self.config, self.second = spec, config, self.second_of(spec)
+        width = 0 if self.second is None else self.second.width
+        buffers = buffers if self.second is None else 2
+        super().__init__(config.tiling(spec), self.reduction_of(spec), buffers, barrier, width)
 
     def reduction_of(self, spec) -> Reduction:
         """The reduction of ``partial``."""
         return SUM
+
+    def second_of(self, spec) -> Reduction | None:
+        """The reduction of ``again``; None if one is enough."""
+        return None
 
     def combine(
         self,
@@ -43,8 +56,38 @@ class RowMap(ReductionBase):
         """
         raise NotImplementedError
 
+    def keep(self, values: Values, exists: cute.TensorSSA | None) -> tuple[Values, Partial]:
+        """Instead of ``partial`` where ``holds``: also what ``result`` needs of the values."""
+        return values, self.partial(values, exists)
+
+    def again(self, values: Values, total: Partial, exists: cute.TensorSSA | None) -> Partial:
+        """A thread's part of the second reduction, for which the first total has to be known."""
+        raise NotImplementedError
+
+    @cute.jit
+    def reduce_again(self, partial: Partial, total: Partial, exchange, tid: Int32, step: Int32):
+        """Both totals, one behind the other."""
+        round_idx = 2 * step + 1
+        return (*total, *self.reduce(partial, exchange, tid, round_idx, reduction=self.second))
+
+    @cute.jit
+    def reduce_row(self, values: Values, partial: Partial, exists, exchange, tid, step: Int32):
+        """What ``finish`` needs, where threads have their values at hand.
+
+        Args:
+            step: how many rows came before.
+        """
+        if const_expr(self.second is None):
+            return self.reduce(partial, exchange, tid, step)
+        total = self.reduce(partial, exchange, tid, 2 * step)
+        return self.reduce_again(self.again(values, total, exists), total, exchange, tid, step)
+
     def finish(self, total: Partial, scalars: tuple[Float32, ...]) -> tuple[Float32, ...]:
-        """What is known of a row after the reduction; its first values are the row's statistics."""
+        """What is known of a row after the reductions; its first values are the row's statistics.
+
+        Args:
+            total: of the first reduction, then of the second.
+        """
         raise NotImplementedError
 
     def result(
@@ -61,16 +104,19 @@ class RowMap(ReductionBase):
         """
         raise NotImplementedError
 
-    def exists(self, thread: Int32, rank: Int32) -> cute.TensorSSA | None:
-        """Which of a thread's elements (vec, passes) belong to the row."""
-        tiling, n = self.tiling, self.spec.n
-        if not self.needs_exists or tiling.cols * tiling.cluster == n:
+    def exists(self, tiling: RowTiling, thread: Int32, count: Int32) -> cute.TensorSSA | None:
+        """Which of a thread's elements (vec, passes) belong to the row.
+
+        Args:
+            tiling: of a slice of the row.
+            count: elements of the row from the slice's first on.
+        """
+        if not self.needs_exists or tiling.cols * tiling.cluster == self.spec.n:
             return None
         found = copy.make_registers(tiling, Boolean)
-        first = rank * tiling.cols + tiling.start(thread)
         for p in range(tiling.passes):
             for v in range(tiling.vec):
-                found[v, p] = first + p * tiling.step + v < n
+                found[v, p] = tiling.start(thread) + p * tiling.step + v < count
         return found.load()
 
     def values(self, registers: list, scalars: tuple[Float32, ...]) -> Values:

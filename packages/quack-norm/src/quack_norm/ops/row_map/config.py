@@ -13,6 +13,8 @@ HELD_VALUES = 32
 """Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
 REGISTERS = 65536
 """Of an SM."""
+LINE = 8
+"""Widest accesses in a line of 128 bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class RowConfig:
         shifted: threads own 16-byte pieces of memory instead of vectors of the row; of one tile.
         stages: 0: a CTA works on one tile. Otherwise CTAs stay, draw rows from a counter, and have
             this many rows in flight, which one more warp fetches.
-        ctas_per_sm: CTAs that should stay on an SM together; 0: as many as fit.
+        ctas_per_sm: CTAs that should be on an SM together; 0: as many as fit.
+        unroll: 0: threads hold their part of a row. Otherwise it waits in shared memory, and they
+            take this many vectors at a time.
     """
 
     threads_per_row: int
@@ -35,14 +39,17 @@ class RowConfig:
     shifted: bool = False
     stages: int = 0
     ctas_per_sm: int = 0
+    unroll: int = 0
 
     kernel: ClassVar[str] = "fwd"
     shiftable: ClassVar[bool] = False  # whether there is a kernel for ``shifted``
+    waits: ClassVar[bool] = False  # whether long rows wait in shared memory instead of registers
 
     @property
     def module(self) -> str:
         """The kernel's module, in the operator's folder."""
-        moved = "_ring" if self.persistent else "_shifted" if self.shifted else ""
+        moved = "_ring" if self.persistent else "_staged" if self.unroll else ""
+        moved = "_shifted" if self.shifted else moved
         return f"{type(self).__module__.rpartition('.')[0]}.{self.kernel}{moved}"
 
     @property
@@ -64,9 +71,14 @@ class RowConfig:
         """Registers that a thread may have, so that ``ctas_per_sm`` fit."""
         return most_registers(REGISTERS, self.num_threads, max(1, self.ctas_per_sm))
 
-    def one_tile(self) -> Self:
-        """The same tiling, hence the same bits, with a CTA per tile: for few rows."""
-        return replace(self, stages=0, ctas_per_sm=0)
+    def for_few(self, spec: RowSpec) -> Self | None:
+        """One tile per CTA with the same bits, for few rows; None if that is not to be had."""
+        single = replace(self, stages=0, ctas_per_sm=0, unroll=0)
+        if spec.odd or not (self.persistent or self.batches(spec) == 1):
+            return None
+        if self.unroll and single.tiling(spec).passes != self.unroll:
+            return None
+        return single
 
     def tiling(self, spec: RowSpec) -> RowTiling:
         n, vec = spec.n, spec.vec
@@ -74,20 +86,37 @@ class RowConfig:
             vec = spec.full_vector
             step = vec * self.threads_per_row
             n = -(-(self.slice_cols(spec) + vec - 1) // step) * step * self.cluster
-        elif self.persistent:  # a last vector may be no whole one
+        elif self.persistent or self.unroll:  # a last vector may be no whole one
             vec = spec.full_vector
             n = -(-n // vec) * vec
         return RowTiling(n, vec, self.threads_per_row, self.rows_per_cta, self.cluster)
 
     def slice_cols(self, spec: RowSpec) -> int:
-        """Columns of a CTA of the shifted kernel."""
+        """Columns of a CTA of the shifted kernel, and of the staged one."""
         vec = spec.full_vector
+        if self.unroll and self.cluster > 1:  # whole lines, or a batch
+            batch = self.batch(spec).n
+            vec = batch if batch * self.cluster >= spec.n else vec * LINE
         return -(-spec.n // (self.cluster * vec)) * vec
+
+    def batch(self, spec: RowSpec) -> RowTiling:
+        """What a CTA of the staged kernel takes at a time."""
+        vec, threads = spec.full_vector, self.threads_per_row
+        return RowTiling(threads * vec * self.unroll, vec, threads)
+
+    def batches(self, spec: RowSpec) -> int:
+        """How many of them a CTA has; 0: the kernel is another one."""
+        return -(-self.slice_cols(spec) // self.batch(spec).n) if self.unroll else 0
 
     def smem_bytes(self, spec: RowSpec) -> int:
         """Shared memory of a CTA."""
         tiling = self.tiling(spec)
         residues = 4 * tiling.vec * tiling.num_threads if self.shifted else 0
+        if self.unroll:
+            batches = self.batches(spec)
+            cols = batches * self.batch(spec).n if spec.odd else self.slice_cols(spec)
+            residues += 8 * batches + 128 * len(spec.rows)
+            residues += sum(cols * dtypes.width(name) // 8 + 16 for name in spec.rows)
         if self.persistent:
             rows = sum(tiling.cols * dtypes.width(name) // 8 + 16 for name in spec.rows)
             residues += self.stages * (rows + 128 + 32) + 64

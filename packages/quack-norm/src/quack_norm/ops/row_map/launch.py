@@ -51,17 +51,16 @@ class Aligned:
 def picker(
     spec: RowSpec, chosen: RowConfig, device: int
 ) -> Callable[[int], tuple[Launcher, Tensor | None, int]]:
-    """For a kernel whose CTAs stay: kernel, counters and groups for a number of rows.
+    """Kernel, counters and groups for a number of rows.
 
     Where each CTA would have one tile, the kernel is the one of one tile and the same bits.
     """
-    target, single = arch.detect(device), chosen.one_tile()
+    target, single = arch.detect(device), chosen.for_few(spec)
     resident, ints = resident_groups(device, spec, chosen), chosen.state_ints
     counters = torch_workspace.counters
 
     @functools.cache
-    def kernel(few: bool) -> Launcher:
-        use = single if few else chosen
+    def kernel(use: RowConfig) -> Launcher:
         with torch_workspace.relaxed_capture():
             return cache.load(use.module, spec, use, target)
 
@@ -70,8 +69,9 @@ def picker(
         return chosen.groups(spec, rows, 1, resident)
 
     def pick(rows: int) -> tuple[Launcher, Tensor | None, int]:
-        few = not spec.odd and rows <= resident  # odd rows have another tiling there
-        return kernel(few), None if few else counters(device, ints), groups(rows)
+        if single is not None and rows <= resident:
+            return kernel(single), None, groups(rows)
+        return kernel(chosen), counters(device, ints) if ints else None, groups(rows)
 
     return pick
 

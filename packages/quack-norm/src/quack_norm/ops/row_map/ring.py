@@ -11,12 +11,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from quack_core.device import barrier, copy, tma
 from quack_core.reduction.tiling import WARP
 
-from .base import RowMap, coordinates, num_rows, slice_pointer, store_row, store_statistics
+from . import shared
+from .base import RowMap, coordinates, num_rows, slice_pointer, store_statistics
 from .config import RowConfig
 
 NO_ROW = -1
@@ -62,14 +63,12 @@ class RowMapRing(RowMap):
     """
 
     def __init__(self, spec, config: RowConfig):
-        reduction = self.reduction_of(spec)
-        super().__init__(config.tiling(spec), reduction, buffers=2, barrier=Barrier.REDUCE)
-        self.spec, self.config = spec, config
+        super().__init__(spec, config, buffers=2, barrier=Barrier.REDUCE)
         self.shifted = spec.odd or spec.align < copy.CHUNK
         self.tickets = config.stages + 2  # row numbers that may be under way in a cluster
 
     @cute.jit
-    def start(self, operands, scalars, groups: Int32, stream: cuda.CUstream):
+    def start(self, operands, scalars, stream: cuda.CUstream, groups: Int32):
         """Launch; ``operands`` as ``kernel`` takes them."""
         cluster = const_expr(self.tiling.cluster)
         self.kernel(*operands, scalars, groups).launch(
@@ -122,7 +121,7 @@ class RowMapRing(RowMap):
         def stage(tensor: cute.Tensor | None):
             if tensor is None:
                 return None
-            cols = self.tiling.cols + copy.CHUNK * 8 // tensor.element_type.width * self.shifted
+            cols = self.tiling.cols + shared.padding(tensor.element_type, self.shifted)
             layout = cute.make_layout((cols, stages))
             return smem.allocate_tensor(tensor.element_type, layout, byte_alignment=128)
 
@@ -170,7 +169,7 @@ class RowMapRing(RowMap):
         at, first = coordinates(mX, row), rank * self.tiling.cols
         count = self._count(first)
         covers = [
-            cover(slice_pointer(tensor, at, first), count, self.shifted)
+            shared.cover(slice_pointer(tensor, at, first), count, self.shifted)
             for tensor in (mX, mR)
             if tensor is not None
         ]
@@ -256,10 +255,11 @@ class RowMapRing(RowMap):
             rR = self._read(mR, ring.residual, phase.stage, at, place)
             barrier.arrive(ring.empty, phase)
             h = self.values([rX, rR], scalars)
-            partial = self.partial(h, self.exists(tid, rank))
+            exists = self.exists(self.tiling, tid, self.spec.n - first)
+            partial = self.partial(h, exists)
             if const_expr(mH is not None):
                 self._write(h, mH, at, place)
-            total = self.reduce(partial, exchange, tid, step)
+            total = self.reduce_row(h, partial, exists, exchange, tid, step)
             known = self.finish(total, scalars)
             if const_expr(mStatistic is not None):
                 if tid == 0 and rank == 0:
@@ -297,45 +297,14 @@ class RowMapRing(RowMap):
         if ring is None:
             return None
         first, tid, count, pred = place
-        tiling, start = self.tiling, ring[None, stage].iterator
-        if not self.shifted:
-            return copy.load_vectors(start, tiling, tid, copy.CHUNK, pred, self.fill)
-        registers = copy.make_registers(tiling, tensor.element_type)
-        num_bytes = bytes_beyond(slice_pointer(tensor, at, first))
-        for p in range(tiling.passes):
-            index = tiling.start(tid) + p * tiling.step
-            piece = copy.read_shifted(start + index, num_bytes, tiling.vec)
-            copy.clear_outside(piece, index, count, self.fill)
-            registers[None, p].store(piece.load())
-        return registers
+        source, start = slice_pointer(tensor, at, first), ring[None, stage].iterator
+        return shared.read(start, source, self.tiling, tid, count, pred, self.shifted, self.fill)
 
     def _write(self, values: cute.TensorSSA, tensor: cute.Tensor, at, place) -> None:
         """Round the values to the output's dtype and write them to its row."""
         first, tid, count, pred = place
-        tiling, pointer = self.tiling, slice_pointer(tensor, at, first)
-        if not self.shifted:
-            store_row(values, pointer, tiling, tid, copy.CHUNK, pred)
-            return
-        registers = copy.make_registers(tiling, tensor.element_type)
-        registers.store(values.to(tensor.element_type))
-        copy.store_shifted(registers, pointer, tiling.start(tid // WARP * WARP), count)
-
-
-def bytes_beyond(pointer: cute.Pointer) -> Int32:
-    """Bytes from the last multiple of 16 to an address."""
-    return Int32(pointer.toint() & Int64(copy.CHUNK - 1))
-
-
-def cover(pointer: cute.Pointer, count: Int32, shifted: bool) -> tuple[cute.Pointer, Int32]:
-    """Start and length in bytes of the 16-byte blocks that hold ``count`` elements."""
-    num_bytes = count * (pointer.dtype.width // 8)
-    if not shifted:
-        return pointer, num_bytes
-    before = bytes_beyond(pointer)
-    start = cute.make_ptr(
-        pointer.dtype, pointer.toint() - Int64(before), pointer.memspace, assumed_align=copy.CHUNK
-    )
-    return start, (before + num_bytes + copy.CHUNK - 1) // copy.CHUNK * copy.CHUNK
+        target = slice_pointer(tensor, at, first)
+        shared.write(values, target, self.tiling, tid, count, pred, self.shifted)
 
 
 def draw(counter: cute.Pointer) -> Int32:

@@ -24,8 +24,14 @@ MIN_RING = 4096
 """Elements of a row from which CTAs stay and keep the weight in registers."""
 MIN_ODD_RING = 7680
 """The same in bytes, for rows that are no whole number of vectors."""
-MIN_ADDED_RING = 16 * KB + 1
+MIN_ADDED_RING = 16 * KB
 """The same in bytes, where there is a second row."""
+MAX_WARP_BYTES = 2 * KB
+"""Of a row that one warp holds in registers, where longer ones wait in shared memory."""
+STAGED_BYTES = 64 * KB
+"""Rows that wait in the shared memory of an SM; twice as many where they are read in batches."""
+MAX_STAGED = 128 * KB
+"""Of a row of a norm: longer ones keep the weight in registers."""
 RING_BYTES = 48 * KB
 """Rows under way on an SM: more or less costs up to a tenth."""
 
@@ -38,7 +44,7 @@ def choose(kind: type[Config], best: RowSpec, arch: Arch) -> Config | None:
         best: the spec with full alignment. Address and strides must not decide on the tiling, hence
             on the bits.
     """
-    for config in _ranked(best):
+    for config in _ranked_waiting(best) if kind.waits else _ranked(best):
         if (kind.shiftable or not config.shifted) and fits(config, best, arch):
             return _as(kind, config)
     return None
@@ -58,12 +64,21 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
     """Whether shared memory, cluster and registers of the architecture suffice."""
     if config.cluster > arch.max_cluster or config.smem_bytes(spec) > arch.smem_bytes:
         return False
-    if config.persistent:
+    if config.persistent or config.unroll:
         ctas = max(1, config.ctas_per_sm)
         if ctas * config.num_threads > arch.max_threads_per_sm:
             return False
         if ctas * (config.smem_bytes(spec) + KB) > arch.smem_per_sm:
             return False
+    if config.unroll:  # a batch as it is and, where there is only one, as float32 meanwhile
+        once = config.batches(spec) == 1
+        values = config.unroll * spec.full_vector
+        held = values * (spec.kept if once else 1)
+        words = sum(dtypes.width(name) / 32 for name in (*spec.rows, *spec.columns))
+        # Of few warps each thread reads all partial results; shifting needs some as well.
+        spare = 8 if config.threads_per_row > 256 else 18 if once else 12
+        spare += 4 * spec.odd + spec.extra_registers
+        return held + values * words / 2 <= config.registers - spare
     values = config.tiling(spec).values
     if values > HELD_VALUES and not config.shifted:  # held in float32
         return values * spec.kept <= config.registers - 72
@@ -81,6 +96,8 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
 def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
     """Configurations that could serve, best first."""
     if not spec.per_head and _stays(spec):
+        if not spec.odd and spec.n * dtypes.width(spec.x) // 8 <= MAX_STAGED:
+            yield from _staged(spec)
         yield from _odd_rings(spec) if spec.odd else _rings(spec)
     if spec.odd and spec.n >= MIN_SHIFTED:
         yield from _shifted(spec)
@@ -90,6 +107,39 @@ def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
         for cluster in clusters(spec.n, most * values):
             threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
             yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+
+
+def _ranked_waiting(spec: RowSpec) -> Iterator[RowConfig]:
+    """The same where long rows wait in shared memory."""
+    if spec.n * dtypes.width(spec.x) // 8 > MAX_WARP_BYTES or (spec.odd and spec.n >= MIN_SHIFTED):
+        yield from _staged(spec)
+    for values in (8, 16, 32):  # of a warp
+        if spec.n <= values * WARP:
+            threads = threads_for(spec.n, spec.vec, values, high=WARP)
+            yield RowConfig(threads, max(2, 128 // threads) if threads < WARP else 2)
+    for values, most in ((16, 512), (32, 512), (128, 256)):
+        for cluster in clusters(spec.n, most * values):
+            threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
+            yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+
+
+def _staged(spec: RowSpec) -> Iterator[RowConfig]:
+    """Rows in shared memory: at once if a CTA's threads can hold its slice, else in batches."""
+    bytes_per_element = sum(dtypes.width(name) for name in spec.rows) // 8
+    sizes = [(32 * KB << i) // bytes_per_element for i in range(3)]
+    for cluster in (c for size in sizes for c in clusters(spec.n, size)):
+        cols = -(-spec.n // cluster)
+        vectors = -(-cols // spec.full_vector)
+        at_once = vectors <= 1024
+        most_ctas = max(
+            1, (STAGED_BYTES if at_once else 2 * STAGED_BYTES) // (cols * bytes_per_element)
+        )
+        for unroll, most in ((2, 512), (4, 256), (2, 256)) if at_once else ((4, 256), (2, 256)):
+            threads = threads_for(-(-vectors // unroll), 1, 1, low=WARP, high=most)
+            first = min(16, most_ctas, 2048 // threads)
+            last = 1 if not at_once else first if threads > 256 else min(first, 512 // threads)
+            for ctas in range(first, last - 1, -1):
+                yield RowConfig(threads, 1, cluster, ctas_per_sm=ctas, unroll=unroll)
 
 
 def _shifted(spec: RowSpec) -> Iterator[RowConfig]:

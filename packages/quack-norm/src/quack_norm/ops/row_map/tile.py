@@ -33,12 +33,12 @@ class RowMapTile(RowMap):
     """
 
     def __init__(self, spec, config: RowConfig):
-        super().__init__(config.tiling(spec), self.reduction_of(spec))
-        self.spec, self.config = spec, config
+        self.holds = config.tiling(spec).values <= HELD_VALUES
+        super().__init__(spec, config)
 
     @cute.jit
-    def start(self, operands, scalars, groups: Int32, stream: cuda.CUstream):
-        """Launch; ``operands`` as ``kernel`` takes them, and the counters, which it has none of."""
+    def start(self, operands, scalars, stream: cuda.CUstream, groups: Int32 | None = None):
+        """Launch; ``operands`` as ``kernel`` takes them."""
         rows = num_rows(operands[0])
         cluster = const_expr(self.tiling.cluster)
         self.kernel(*operands[:7], scalars, rows).launch(
@@ -67,7 +67,7 @@ class RowMapTile(RowMap):
 
         count = tiling.n - first if const_expr(tiling.cluster > 1) else Int32(tiling.n)
         place = (at, first, thread, pred, count if valid else Int32(0))
-        if const_expr(tiling.values <= HELD_VALUES):
+        if const_expr(self.holds):
             late = const_expr(mR is not None)  # fewer registers: more CTAs on an SM
             loaded = self._load((mX, mR), slice_pointer, align, place, self.fill)
             if const_expr(not late):
@@ -80,12 +80,14 @@ class RowMapTile(RowMap):
             h = together([registers.load() for registers in kept])
 
         self.join_cluster()
-        total = self.reduce(self.partial(h, self.exists(thread, rank)), exchange, tid, Int32(0))
+        exists = self.exists(tiling, thread, tiling.n - first)
+        h, partial = self.keep(h, exists) if self.holds else (h, self.partial(h, exists))
+        total = self.reduce_row(h, partial, exists, exchange, tid, Int32(0))
         known = self.finish(total, scalars)
         if const_expr(mStatistic is not None):
             if valid and thread == 0 and rank == 0:
                 store_statistics(mStatistic, at, known)
-        if const_expr(tiling.values <= HELD_VALUES):
+        if const_expr(self.holds):
             if const_expr(late):
                 columns = self._load((mW, mB), column_pointer, weight_align, place)
             y = self.result(h, known, columns, scalars)

@@ -2,7 +2,7 @@
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from quack_core.device import fast_math
 from quack_core.device.reduce import Partial, thread_sum
@@ -10,7 +10,6 @@ from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.tile import RowMapTile
 
 from .config import BwdConfig
-from .fwd import counters
 from .spec import SoftmaxBwdSpec
 
 
@@ -26,12 +25,10 @@ class SoftmaxGradientRows:
         out: cute.Tensor,  # (M, N) or (M1, M0, N)
         dout: cute.Tensor,  # like out
         dx: cute.Tensor,  # like out
-        state: cute.Tensor | None,  # (config.state_ints,)
         scale: Float32,
-        groups: Int32,
         stream: cuda.CUstream,
     ):
-        self.start((out, None, None, dout, dx, None, None, state), (scale,), groups, stream)
+        self.start((out, None, None, dout, dx, None, None), (scale,), stream)
 
     def combine(self, first, second, scalars):
         return first, second
@@ -62,7 +59,7 @@ def arguments(spec: SoftmaxBwdSpec, config: BwdConfig) -> tuple:
     rows = (*(cute.sym_int() for _ in range(spec.rank - 1)), spec.n)
     names = (spec.out, spec.dout, spec.dx)
     operands = (symbolic(name, rows, align=spec.align) for name in names)
-    return *operands, counters(config), Float32(0), Int32(0)
+    return *operands, Float32(0)
 
 
 def build(spec: SoftmaxBwdSpec, config: BwdConfig) -> tuple[SoftmaxBwd, tuple]:

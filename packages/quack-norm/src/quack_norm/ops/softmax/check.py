@@ -8,10 +8,7 @@ from torch import Tensor
 from quack_core import dtypes, torch_op
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 
-from .spec import MAX_N
-
-MAX_ROWS = 2**31 - 2**21
-"""Kernels count rows in 32 bits, and about 2**20 numbers behind the last one."""
+from .spec import MAX_N, MAX_ROWS
 
 
 def operand(name: str, x: Tensor, dim: int) -> int:

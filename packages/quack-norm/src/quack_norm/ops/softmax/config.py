@@ -6,8 +6,11 @@ from quack_norm.ops.row_map.config import RowConfig
 class FwdConfig(RowConfig):
     """Forward."""
 
+    waits = True
+
 
 class BwdConfig(RowConfig):
     """Backward."""
 
     kernel = "bwd"
+    waits = True

@@ -4,10 +4,20 @@ import math
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from quack_core.device import fast_math
-from quack_core.device.reduce import ONLINE_SOFTMAX, Partial, Reduction, thread_online
+from quack_core.device.reduce import (
+    MAX_NUMBER,
+    ONLINE_SOFTMAX,
+    ONLINE_SOFTMAX_COMPENSATED,
+    Partial,
+    Reduction,
+    thread_compensated_sum,
+    thread_max,
+    thread_sum,
+    warp_reduce,
+)
 from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.tile import RowMapTile
 
@@ -26,37 +36,73 @@ class SoftmaxRows:
         self,
         input: cute.Tensor,  # (M, N) or (M1, M0, N)
         out: cute.Tensor,  # like input
-        state: cute.Tensor | None,  # (config.state_ints,)
         scale: Float32,
-        groups: Int32,
         stream: cuda.CUstream,
     ):
-        self.start((input, None, None, None, out, None, None, state), (scale,), groups, stream)
+        self.start((input, None, None, None, out, None, None), (scale,), stream)
+
+    @property
+    def needs_exists(self) -> bool:
+        return self.spec.scaled  # which turns what fills the end of a row into anything
 
     def reduction_of(self, spec: SoftmaxFwdSpec) -> Reduction:
-        return ONLINE_SOFTMAX
+        return ONLINE_SOFTMAX_COMPENSATED if spec.out == "float32" else ONLINE_SOFTMAX
 
     def combine(self, first, second, scalars):
         return first * scalars[0] if self.spec.scaled else first
 
     def partial(self, values, exists) -> Partial:
-        return thread_online(values, fast_math.LOG2_E)
+        values = self.masked(values, exists)
+        largest = thread_max(values)
+        if self.spec.out == "float32":
+            shift, count = finite(largest), cute.size(values.shape)
+            powers = (fast_math.exp_rounded(values[i] - shift) for i in range(count))
+            return largest, *thread_compensated_sum(powers)
+        return largest, thread_sum(self.exponentials(values, finite(largest)))
+
+    def keep(self, values, exists):
+        """16-bit results are made of the exponentials below the maximum of a warp."""
+        values = self.masked(values, exists)
+        if self.spec.log or self.spec.out == "float32":  # float32 has no bits to spare for that
+            return values, self.partial(values, None)
+        (largest,) = warp_reduce((thread_max(values),), MAX_NUMBER, self.tiling.lanes)
+        kept = self.exponentials(values, finite(largest))
+        return (kept, largest), (largest, thread_sum(kept))
+
+    def masked(self, values, exists):
+        return values if exists is None else cute.where(exists, values, Float32(self.fill))
+
+    def exponentials(self, values, shift: Float32):
+        """e ** (v - shift), as precise as 16 bits can tell."""
+        return cute.math.exp2((values - shift) * fast_math.LOG2_E, fastmath=True)
 
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:
-        """What is subtracted before e ** v, and the factor after it or, of the logarithm, all."""
-        largest, exponentials = total
+        """What is subtracted from v, and the logarithm of the sum or its inverse.
+
+        Where the output is float32, the inverse comes with what it lacks.
+        """
+        largest, exponentials, *rest = total
         # All -inf: subtract 0, and 0 * inf gives the NaN that torch gives.
         shift = finite(largest)
         if self.spec.log:
+            if rest:
+                return shift, fast_math.log_rounded(exponentials, *rest)
             return shift, fast_math.log(exponentials)
-        inverse = fast_math.reciprocal(exponentials)
-        return shift, inverse + inverse * (Float32(1.0) - exponentials * inverse)
+        inverse = fast_math.inverse(exponentials)
+        if rest:
+            return shift, inverse, fast_math.inverse_rest(exponentials, *rest, inverse)
+        return shift, inverse
 
     def result(self, values, known, columns, scalars):
-        shift, last = known
+        shift, last, *rest = known
         if self.spec.log:
             return (values - shift) - last
-        return cute.math.exp2((values - shift) * fast_math.LOG2_E, fastmath=True) * last
+        if rest:
+            return fast_math.exp_times(values - shift, last, *rest)
+        if isinstance(values, tuple):
+            kept, largest = values
+            return kept * (fast_math.exp(largest - shift) * last)
+        return self.exponentials(values, shift) * last
 
 
 class SoftmaxFwd(SoftmaxRows, RowMapTile):
@@ -73,13 +119,7 @@ def arguments(spec: SoftmaxFwdSpec, config: FwdConfig) -> tuple:
     """Symbolic operands of the launch function."""
     rows = (*(cute.sym_int() for _ in range(spec.rank - 1)), spec.n)
     x, out = (symbolic(name, rows, align=spec.align) for name in (spec.x, spec.out))
-    return x, out, counters(config), Float32(0), Int32(0)
-
-
-def counters(config: FwdConfig):
-    """Symbolic counters of a kernel whose CTAs stay."""
-    ints = config.state_ints
-    return symbolic("int32", (ints,), align=4, contiguous=True) if ints else None
+    return x, out, Float32(0)
 
 
 def build(spec: SoftmaxFwdSpec, config: FwdConfig) -> tuple[SoftmaxFwd, tuple]:

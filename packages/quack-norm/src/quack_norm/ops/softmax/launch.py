@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quack_core import arch, torch_op
+from quack_core import arch, dtypes, torch_op
 from quack_core.errors import UnsupportedError
-from quack_core.jit import cache
 from quack_norm.ops import rows
 from quack_norm.ops.row_map import rules
-from quack_norm.ops.row_map.launch import Aligned, Launcher, on_device, picker, row_align
+from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, on_device, picker, row_align
 
 from .config import BwdConfig, FwdConfig
 from .spec import SoftmaxBwdSpec, SoftmaxFwdSpec
@@ -71,14 +70,18 @@ def backward(out: Tensor, dout: Tensor, log: bool, scale: float, dx_dtype: torch
 def _aligned(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
     """A launcher for rows like these, whatever their alignment."""
     moved = (spec.x, spec.out) if isinstance(spec, SoftmaxFwdSpec) else (*spec.rows, spec.dx)
-    plain = (row_align(spec.n, *moved),)
+    plain, uniform = row_align(spec.n, *moved), len(set(moved)) == 1
+    vector = 128 // dtypes.width(spec.x)
 
-    def kernel(align: int) -> Launcher:
-        return _kernel(replace(spec, align=align), device)
+    def kernel(align: int, in_phase: bool) -> Launcher:
+        return _kernel(replace(spec, align=align, in_phase=in_phase), device)
 
-    def alignment(*operands: Any) -> tuple[int]:
+    def alignment(*operands: Any) -> tuple[int, bool]:
         tensors = operands[:-2]
-        return plain if rows.are_plain(*tensors) else (rows.alignment(*tensors),)
+        if rows.are_plain(*tensors):
+            return plain, uniform
+        align = rows.alignment(*tensors)
+        return align, uniform and (align == ALIGN or rows.in_phase(vector, *tensors))
 
     return Aligned(kernel, alignment)
 
@@ -87,26 +90,17 @@ def _kernel(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
     """``launch(rows..., scale, number of rows)``"""
     target = arch.detect(device)
     kind = FwdConfig if isinstance(spec, SoftmaxFwdSpec) else BwdConfig
-    chosen = rules.choose(kind, replace(spec, align=16), target)
+    chosen = rules.choose(kind, replace(spec, align=ALIGN), target)
     if chosen is None:
         raise UnsupportedError(
             f"softmax, n={spec.n} on {target.name}",
             f"a cluster of {target.max_cluster} CTAs cannot hold such a row",
             "use shorter rows, or call it on the CPU",
         )
-    if not chosen.persistent:
-        function = cache.load(chosen.module, spec, chosen, target)
-
-        def once(*operands: Any) -> None:
-            *moved, scale, _ = operands
-            function(*moved, None, scale, 0)
-
-        return on_device(once, device)
     pick = picker(spec, chosen, device)
 
-    def staying(*operands: Any) -> None:
-        *moved, scale, count = operands
-        run, state, groups = pick(count)
-        run(*moved, state, scale, groups)
+    def launch(*operands: Any) -> None:
+        run, _, _ = pick(operands[-1])
+        run(*operands[:-1])
 
-    return on_device(staying, device)
+    return on_device(launch, device)

@@ -8,6 +8,9 @@ from quack_norm.ops.row_map.spec import Vectors, full_vector
 MAX_N = 262144
 """Longest row: 16 CTAs (8 on SM120) hold it in registers."""
 
+MAX_ROWS = 2**31 - 2**21
+"""Kernels count rows in 32 bits, and about 2**20 numbers behind the last one."""
+
 
 @dataclass(frozen=True)
 class SoftmaxFwdSpec(Vectors):
@@ -21,6 +24,8 @@ class SoftmaxFwdSpec(Vectors):
         scaled: x is multiplied by a number first.
         rank: 2 for rows ``(M, N)``, 3 for rows ``(M1, M0, N)`` whose outer strides do not merge.
         align: bytes (16, 8, 4 or 2) that divide the addresses and outer strides of all rows.
+        in_phase: corresponding rows of all operands have one dtype and begin at one offset from
+            multiples of 16 bytes.
     """
 
     n: int
@@ -30,16 +35,20 @@ class SoftmaxFwdSpec(Vectors):
     scaled: bool = False
     rank: int = 2
     align: int = 16
+    in_phase: bool = True
 
     weight_align = 16
-    in_phase = True
     per_head = False
     columns = ()
-    extra_registers = 0
     kept = 1
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def extra_registers(self) -> int:
+        """What compensated sums of many short values need."""
+        return 16 * (self.out == "float32" and self.x != self.out)
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -71,9 +80,9 @@ class SoftmaxBwdSpec(Vectors):
     scaled: bool = False
     rank: int = 2
     align: int = 16
+    in_phase: bool = True
 
     weight_align = 16
-    in_phase = True
     per_head = False
     columns = ()
     extra_registers = 0

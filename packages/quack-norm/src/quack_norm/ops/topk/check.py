@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from quack_core import dtypes, torch_op
-from quack_core.errors import DeviceError, DTypeError, ShapeError
+from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+
+from .spec import MAX_K, MAX_N
 
 
 def forward(x: Tensor, k: int, softmax: bool) -> None:
@@ -19,6 +21,7 @@ def forward(x: Tensor, k: int, softmax: bool) -> None:
 
     Raises:
         ShapeError, DTypeError: name the operand, what was found, what is needed and the way out.
+        UnsupportedError: no kernel is made for so long a row or so large a k.
     """
     _is_tensor("x", x)
     _floating("x", x.dtype)
@@ -32,6 +35,9 @@ def forward(x: Tensor, k: int, softmax: bool) -> None:
         raise ShapeError(
             f"topk: k is {k}, x.shape[-1] is {x.shape[-1]}: k must be from 1 to x.shape[-1]"
         )
+    if x.is_cuda:
+        _fits("k", k, MAX_K)
+        _fits("x.shape[-1]", x.shape[-1], MAX_N)
 
 
 def backward(
@@ -66,6 +72,15 @@ def backward(
             "with k from 1 to n"
         )
     _floating("dtype of dx", dx_dtype)
+
+
+def _fits(name: str, found: int, limit: int) -> None:
+    if found > limit:
+        raise UnsupportedError(
+            f"topk: {name} is {found}",
+            f"on CUDA devices it is at most {limit}",
+            "use torch.sort(x, dim=-1, descending=True, stable=True), or the CPU",
+        )
 
 
 def _is_tensor(name: str, tensor: Tensor) -> None:

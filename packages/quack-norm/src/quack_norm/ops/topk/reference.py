@@ -21,8 +21,9 @@ def forward(x: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
         are its elements, unrounded, or their softmax in float32 (float64 for float64), rounded
         once; NaN across rows whose largest value is NaN or infinite. Indices are int64.
     """
-    ordered, order = torch.sort(x, dim=-1, descending=True, stable=True)
-    values, indices = ordered[..., :k].contiguous(), order[..., :k].contiguous()
+    order = torch.sort(x, dim=-1, descending=True, stable=True).indices
+    indices = order[..., :k].contiguous()
+    values = torch.gather(x, -1, indices)  # the sort may change the bits of a NaN
     if softmax:
         values = torch.softmax(_wide(values), dim=-1).to(x.dtype)
     return values, indices

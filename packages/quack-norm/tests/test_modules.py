@@ -3,21 +3,28 @@
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from rmsnorm_oracle import BF16, F16, F32
+from torch import Tensor
 
 from quack_core.errors import ShapeError
 from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import random
-from quack_norm.nn import QuackRMSNorm, RMSNorm
+from quack_norm.nn import LayerNorm, QuackRMSNorm, RMSNorm
+from quack_norm.ops.layernorm.api import layernorm
 from quack_norm.ops.rmsnorm.api import rmsnorm
 
+BOTH = [(RMSNorm, rmsnorm), (LayerNorm, layernorm)]
+both = pytest.mark.parametrize(("kind", "function"), BOTH, ids=["rmsnorm", "layernorm"])
 
-def test_signature_begins_as_torchs() -> None:
-    ours = list(inspect.signature(RMSNorm).parameters.values())
-    theirs = list(inspect.signature(torch.nn.RMSNorm).parameters.values())
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_signature_begins_as_torchs(kind: type) -> None:
+    ours = list(inspect.signature(kind).parameters.values())
+    theirs = list(inspect.signature(getattr(torch.nn, kind.__name__)).parameters.values())
     for mine, yours in zip(ours, theirs, strict=False):
         assert (mine.name, mine.default, mine.kind) == (yours.name, yours.default, yours.kind)
     assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
@@ -40,23 +47,40 @@ def test_eps_means_what_torch_means(eps: float | None, dtype: torch.dtype, devic
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_state_goes_both_ways() -> None:
-    theirs, ours = torch.nn.RMSNorm(64), RMSNorm(64)
-    torch.nn.init.normal_(theirs.weight)
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize("shape", [64, (4, 16)], ids=str)
+def test_layernorm_is_torchs(shape: object, options: dict[str, bool], device: str) -> None:
+    theirs = torch.nn.LayerNorm(shape, 1e-3, device=device, **options)  # type: ignore[arg-type]
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours = LayerNorm(shape, 1e-3, device=device, **options)  # type: ignore[arg-type]
     ours.load_state_dict(theirs.state_dict())
-    assert_bitwise(ours.weight, theirs.weight)
+    x = random((5, 4, 16), F32, device, seed=1).view(5, *ours.normalized_shape)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert repr(ours).startswith(repr(theirs)[:-1])
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_state_goes_both_ways(kind: type) -> None:
+    theirs, ours = getattr(torch.nn, kind.__name__)(64), kind(64)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_bitwise(mine, yours)
     theirs.load_state_dict(ours.state_dict())
-    assert isinstance(ours, torch.nn.RMSNorm)
+    assert isinstance(ours, type(theirs))
 
 
-def test_several_dimensions(device: str) -> None:
+@both
+def test_several_dimensions(kind: type, function: Callable[..., Tensor], device: str) -> None:
     shape = (3, 4, 16)
-    module = RMSNorm(shape[1:], eps=1e-5, bias=True, device=device)
+    module = kind(shape[1:], eps=1e-5, bias=True, device=device)
     torch.nn.init.normal_(module.weight)
     torch.nn.init.normal_(module.bias)
     x, r = (random(shape, F32, device, seed=seed) for seed in (1, 2))
     y, h = module(x, r, prenorm=True)
-    flat = rmsnorm(
+    flat = function(
         x.view(3, 64),
         module.weight.view(64),
         module.bias.view(64),
@@ -68,24 +92,27 @@ def test_several_dimensions(device: str) -> None:
     assert module(x).shape == shape
 
 
-def test_options_reach_the_function(device: str) -> None:
-    module = RMSNorm(
-        64, 1e-5, device=device, weight_offset=1.0, out_dtype=F16, residual_dtype=F32, bias=True
-    )
-    assert float(module.weight.abs().max()) == 0  # the scale starts at one
+@both
+def test_options_reach_the_function(
+    kind: type, function: Callable[..., Tensor], device: str
+) -> None:
+    offset = {"weight_offset": 1.0} if kind is RMSNorm else {}
+    module = kind(64, 1e-3, device=device, out_dtype=F16, residual_dtype=F32, bias=True, **offset)
+    start = 0 if offset else 1
+    assert torch.equal(module.weight, torch.full_like(module.weight, start))  # the scale is one
     torch.nn.init.normal_(module.weight)
     torch.nn.init.normal_(module.bias)
     x, r = (random((5, 64), BF16, device, seed=seed) for seed in (1, 2))
-    expected = rmsnorm(
+    expected = function(
         x,
         module.weight,
         module.bias,
         residual=r,
-        eps=1e-5,
-        weight_offset=1.0,
+        eps=1e-3,
         prenorm=True,
         out_dtype=F16,
         residual_dtype=F32,
+        **offset,
     )
     for a, b in zip(module(x, r, True), expected, strict=True):
         assert_bitwise(a, b)
@@ -99,16 +126,24 @@ def test_without_parameters(device: str) -> None:
     assert_bitwise(module(x), rmsnorm(x, eps=torch.finfo(F32).eps))
 
 
-def test_gradients_reach_the_parameters(device: str) -> None:
-    module = RMSNorm(64, bias=True, device=device)
-    module(random((5, 64), BF16, device, seed=1)).float().square().sum().backward()
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_gradients_reach_the_parameters(kind: type, device: str) -> None:
+    module = kind(64, bias=True, device=device)
+    module(random((5, 64), BF16, device, seed=1)).float().pow(3).sum().backward()
     assert float(module.weight.grad.abs().min()) > 0
     assert float(module.bias.grad.abs().min()) > 0
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies(again: object) -> None:
-    module = QuackRMSNorm(64, bias=True, weight_offset=1.0, out_dtype=BF16)
+@pytest.mark.parametrize(
+    "module",
+    [
+        QuackRMSNorm(64, bias=True, weight_offset=1.0, out_dtype=BF16),
+        LayerNorm(64, bias=False, out_dtype=BF16),
+    ],
+    ids=["rmsnorm", "layernorm"],
+)
+def test_copies(module: torch.nn.Module, again: object) -> None:
     twin = again(module)  # type: ignore[operator]
     x = torch.randn(3, 64)
     assert_bitwise(twin(x), module(x))
@@ -120,8 +155,12 @@ def test_repr_names_what_differs() -> None:
     assert text.startswith("QuackRMSNorm((64,), eps=1e-06, elementwise_affine=True")
     assert "bias=True, weight_offset=1.0, residual_dtype=torch.float32" in text
     assert "bias" not in repr(RMSNorm(64))
+    text = repr(LayerNorm(64, bias=False, out_dtype=F16))
+    assert text.startswith("LayerNorm((64,), eps=1e-05, elementwise_affine=True")
+    assert text.endswith("bias=False, out_dtype=torch.float16)")
 
 
-def test_wrong_shape() -> None:
-    with pytest.raises(ShapeError, match=r"shape \(3, 32\).*\(64,\)"):
-        RMSNorm(64, elementwise_affine=False)(torch.zeros(3, 32))
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_wrong_shape(kind: type) -> None:
+    with pytest.raises(ShapeError, match=rf"{kind.__name__}: x has shape \(3, 32\).*\(64,\)"):
+        kind(64, elementwise_affine=False)(torch.zeros(3, 32))

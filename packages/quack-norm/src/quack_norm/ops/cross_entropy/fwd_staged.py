@@ -1,0 +1,373 @@
+"""Cross-entropy forward: rows of logits wait in shared memory, several CTAs on an SM.
+
+The reduction over rows is part of the launch: the CTA of the last row adds up the losses in a fixed
+order. A mean's gradient needs the sum of label weights before the first row is done: the CTA that
+draws the first ticket adds them up while logits arrive. One warp keeps these accounts, so that no
+other waits for counters.
+"""
+
+import enum
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from quack_core.device import barrier, copy, fast_math
+from quack_core.device.barrier import Phase
+from quack_core.device.reduce import (
+    ONLINE_SOFTMAX,
+    ONLINE_SOFTMAX_ROUNDED,
+    Partial,
+    Reduction,
+    thread_max,
+    thread_sum,
+)
+from quack_core.reduction.tiling import WARP
+from quack_norm.ops.row_map import shared
+from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer, store_piece
+from quack_norm.ops.row_map.staged import RowMapStaged
+
+from .config import FwdConfig
+from .gradient import (
+    Label,
+    Options,
+    Slope,
+    capped,
+    element,
+    finite,
+    gradient,
+    gradient_of_label,
+    log_sum_exp,
+    powers,
+    read_label,
+    slope_of,
+)
+from .losses import Losses, Results, arguments
+from .spec import CrossEntropyFwdSpec
+
+TICKETS, READY, ARRIVED = range(3)
+"""Counters of a launch: CTAs that began, whether the total is known, CTAs that are done."""
+PEAK, EXP_SUM, DISTANCES, WEIGHTS, TOTAL = range(5)
+"""What the warps of a CTA tell one another of a row; the first four as in ``smoothed``."""
+IS_READY = -1
+"""In place of a ticket: the total is known already."""
+
+
+class Barrier(barrier.NamedBarrier):
+    """Of the warps that compute."""
+
+    REDUCE = enum.auto()
+
+
+class CrossEntropyFwd(Losses, RowMapStaged):
+    """A CTA, or a cluster of CTAs that share the classes, works on one row.
+
+    Threads: the first ``threads_per_row`` compute; one more warp keeps the accounts.
+    Shared memory: the CTA's logits, partial results, and what the warps tell one another.
+    Synchronises: as ``RowMapStaged``, and one more CTA barrier; a barrier of the CTA whose class is
+    the label's. CTAs wait for the one with the first ticket, which runs already and waits for nobody.
+    Global state: ``TICKETS``, ``READY``, ``ARRIVED``, zero before and after a launch.
+    Traffic: logits and gradient once.
+    """
+
+    fill = -math.inf
+
+    def __init__(self, spec: CrossEntropyFwdSpec, config: FwdConfig):
+        super().__init__(spec, config, barrier=Barrier.REDUCE)
+        self.num_threads = config.num_threads
+
+    @property
+    def needs_exists(self) -> bool:
+        return self.spec.softcap or self.spec.smoothing  # which make something of what fills a row
+
+    def reduction_of(self, spec: CrossEntropyFwdSpec) -> Reduction:
+        online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
+        return smoothed(online) if spec.smoothing else online
+
+    @cute.jit
+    def __call__(  # the launcher's messages use these names
+        self,
+        input: cute.Tensor,  # (M, V) or (M1, M0, V)
+        target: cute.Tensor,  # (M,)
+        weight: cute.Tensor | None,  # (V,)
+        losses: cute.Tensor,  # (M,)
+        lse: cute.Tensor,  # (M,)
+        peak: cute.Tensor,  # (M,)
+        exp_sum: cute.Tensor,  # (M,)
+        total: cute.Tensor | None,  # (1,)
+        loss: cute.Tensor | None,  # (1,)
+        dx: cute.Tensor | None,  # like input
+        state: cute.Tensor | None,  # (3,)
+        ignore_index: Int64,
+        label_smoothing: Float32,
+        softcap: Float32,
+        z_loss: Float32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        results = Results(losses, lse, peak, exp_sum, total, loss, dx)
+        options = Options(ignore_index, label_smoothing, softcap, z_loss)
+        cluster = const_expr(self.tiling.cluster)
+        self.kernel(input, target, weight, results, state, options).launch(
+            grid=[cluster * num_rows(input), 1, 1],
+            block=[self.num_threads, 1, 1],
+            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mT: cute.Tensor,
+        mW: cute.Tensor | None,
+        results: Results,
+        mState: cute.Tensor | None,
+        options: Options,
+    ):
+        # --- coordinates
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        row, rank = block // self.tiling.cluster, block % self.tiling.cluster
+        at, first = coordinates(mX, row), rank * self.cols
+        place = (at, first, tid, self._count(first))
+        computes = tid < self.tiling.num_threads
+
+        # --- shared memory
+        smem = cutlass.memory.SmemAllocator()
+        stages = (self._stage(smem, mX), None)
+        exchange = self.allocate(smem)
+        full = barrier.allocate_mbarriers(smem, self.batches)
+        warps = const_expr(self.num_threads // WARP)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((1, warps, 1)), byte_alignment=16)
+        facts = smem.allocate_tensor(Float32, cute.make_layout(5), byte_alignment=16)
+        answer = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+
+        # --- logits start to arrive
+        barrier.init_mbarriers(full, self.batches, 1, tid)
+        if tid < WARP:
+            cute.arch.sync_warp()
+            self._fetch(mX, None, stages[0], None, full, at, first, place[3])
+        if const_expr(self.early):
+            self._draw_ticket(mState, answer, tid)
+        label = read_label(mT, mW, Int64(row), options.ignore_index, self.spec.n)
+        logit = Float32(element(slice_pointer(mX, at, label.index))[0])  # before dx is there
+        self.start_cluster(exchange, tid)
+        cute.arch.sync_threads()
+        if const_expr(self.early):
+            if answer[0] == 0:
+                self._publish_total(mT, mW, results, mState, options, sums, tid)
+
+        # --- maximum and sum
+        if computes:
+            partial = self._accumulate_classes(mX, mW, stages, full, place, options)
+            self.join_cluster()
+            known = self.reduce(partial, exchange, tid, Int32(0))
+            if tid == 0:
+                for i in cutlass.range_constexpr(len(known)):
+                    facts[i] = known[i]
+        else:
+            self.join_cluster()
+            if const_expr(self.early):
+                self._await_total(results, mState, facts, answer, tid)
+        cute.arch.sync_threads()
+
+        # --- the gradient; meanwhile, what is known of the row
+        last = (row == num_rows(mX) - 1) & (rank == 0)
+        if computes:
+            if const_expr(self.spec.dx):
+                if label.kept:
+                    slope = self._slope(label, facts, options)
+                    self._gradients(mX, mW, results.dx, stages, place, slope, options)
+                    self._correct(results.dx, mW, place, label, logit, slope, options)
+                else:
+                    self._clear(results.dx, place)
+        else:
+            self._account(results, mState, Int64(row), rank, last, label, logit, facts, options)
+
+        # --- the CTA of the last row waits for all others and adds up the losses
+        if const_expr(mState is not None):
+            if last:
+                cute.arch.sync_threads()
+                total = Float32(1.0)
+                if const_expr(self.early):
+                    total = facts[TOTAL]
+                elif const_expr(self.spec.reduction == "mean"):
+                    total = self.label_weights(mT, mW, options.ignore_index, sums, tid)
+                self.reduce_rows(total, results, mState, sums, tid)
+
+    # --- counters
+
+    @cute.jit
+    def _draw_ticket(self, mState: cute.Tensor, answer: cute.Tensor, tid: Int32):
+        """Ask whether the total is known; if not, draw a ticket. The accounting warp does."""
+        if tid == self.tiling.num_threads:
+            answer[0] = Int32(IS_READY)
+            if barrier.load_acquire(mState.iterator + READY) == 0:
+                answer[0] = cute.arch.atomic_add(
+                    mState.iterator + TICKETS, Int32(1), sem="relaxed", scope="gpu"
+                )
+
+    @cute.jit
+    def _publish_total(self, mT, mW, results: Results, mState, options: Options, sums, tid: Int32):
+        """Add up the weights of all labels, and tell the CTAs that wait for them."""
+        total = self.label_weights(mT, mW, options.ignore_index, sums, tid)
+        if tid == 0:
+            results.total[0] = total
+        barrier.semaphore_release(mState.iterator + READY, tid)
+
+    @cute.jit
+    def _await_total(self, results: Results, mState, facts: cute.Tensor, answer, tid: Int32):
+        """The accounting warp waits, on behalf of its CTA."""
+        if tid == self.tiling.num_threads:
+            ready = Int32(answer[0] == IS_READY)
+            while ready == 0:
+                ready = barrier.load_acquire(mState.iterator + READY)
+            facts[TOTAL] = results.total[0]
+
+    @cute.jit
+    def _account(
+        self,
+        results: Results,
+        mState,
+        row: Int64,
+        rank: Int32,
+        last: Boolean,
+        label: Label,
+        logit: Float32,
+        facts: cute.Tensor,
+        options: Options,
+    ):
+        """Write what is known of the row, and count the CTA. The last one waits for the others:
+        all of them run or will, and wait for none but the first."""
+        if cute.arch.lane_idx() == 0:
+            if rank == 0:
+                peak, exp_sum = facts[PEAK], facts[EXP_SUM]
+                lse = log_sum_exp(peak, exp_sum)
+                z = capped(logit, self.spec, options)
+                loss = self.loss_of(label, z, facts, lse, options)
+                self.store(results, row, loss, lse, peak, exp_sum)
+            if const_expr(mState is not None):
+                arrived = mState.iterator + ARRIVED
+                if last:
+                    others = Int32(cute.size(results.losses)) * self.tiling.cluster - 1
+                    seen = barrier.load_acquire(arrived)
+                    while seen < others:
+                        seen = barrier.load_acquire(arrived)
+                else:  # without an answer: nothing waits for it
+                    cute.arch.red(
+                        arrived, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu"
+                    )
+
+    # --- the reduction over classes
+
+    @cute.jit
+    def _accumulate_classes(
+        self, mX, mW, stages, full: cute.Pointer, place, options: Options
+    ) -> Partial:
+        """A thread's part of maximum, sum and, for label smoothing, weighted distances."""
+        _, _, tid, count = place
+        total = self.reduction.neutral()
+        for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
+            barrier.wait(full, Phase(b, Int32(0)))
+            x = self._values(mX, None, stages, place, (), b)
+            z = capped(x, self.spec, options)
+            exists = self.exists(self.batch, tid, count - b * self.batch.n)
+            if const_expr(exists is not None):
+                z = cute.where(exists, z, cute.full_like(z, self.fill))
+            largest = thread_max(z)
+            below = z - finite(largest)
+            partial = (largest, thread_sum(powers(below, self.spec)))
+            if const_expr(self.spec.smoothing):
+                weight = cute.full_like(z, 1.0)
+                if const_expr(mW is not None):
+                    weight = self._columns((mW,), place, b)[0].load().to(Float32)
+                if const_expr(exists is not None):
+                    weight = cute.where(exists, weight, cute.full_like(z, 0.0))
+                    below = cute.where(exists, below, cute.full_like(z, 0.0))
+                partial = (*partial, thread_sum(weight * below), thread_sum(weight))
+            total = self.reduction.combine(total, partial)
+        return total
+
+    def combine(self, first, second, scalars):
+        return first
+
+    # --- the gradient
+
+    def _slope(self, label: Label, facts: cute.Tensor, options: Options):
+        """Of this row; every thread works it out."""
+        peak, exp_sum = facts[PEAK], facts[EXP_SUM]
+        incoming = fast_math.inverse(facts[TOTAL]) if self.early else Float32(1.0)
+        lse, weights = log_sum_exp(peak, exp_sum), facts[WEIGHTS]
+        return slope_of(label, finite(peak), exp_sum, lse, weights, incoming, self.spec, options)
+
+    @cute.jit
+    def _correct(
+        self, mdX, mW, place, label: Label, logit: Float32, slope: Slope, options: Options
+    ):
+        """Write the gradient of the label's own class, after its CTA has written all others."""
+        at, first, tid, count = place
+        mine = label.index - first
+        if mine >= 0 and mine < count:
+            barrier.sync_group(Barrier.REDUCE, self.tiling.num_threads)
+            if tid == 0:
+                weight = Float32(1.0)
+                if const_expr(mW is not None):
+                    weight = label.factor
+                value = gradient_of_label(logit, weight, slope, self.spec, options)
+                out = element(slice_pointer(mdX, at, label.index))
+                out[0] = out.element_type(value)
+
+    @cute.jit
+    def _gradients(self, mX, mW, mdX, stages, place, slope, options: Options):
+        """Gradient of the CTA's logits but for the label's own share."""
+        at, first, tid, count = place
+        batch = self.batch
+        if const_expr(self.by_pieces):
+            target = slice_pointer(mdX, at, first)
+            before = copy.vector_offset(target, batch.vec)
+            for b in cutlass.range((before + count + batch.n - 1) // batch.n, unroll=1):
+                for p in cutlass.range_constexpr(batch.passes):
+                    index = b * batch.n + batch.start(tid) + p * batch.step
+                    if index < before + count:
+                        piece = shared.vector(stages[0].iterator, index, batch.vec)
+                        x = piece.load().to(Float32)
+                        dx = gradient(x, None, slope, self.spec, options)
+                        store_piece(dx, target, index - before, count, copy.CHUNK)
+        else:
+            for b in cutlass.range((count + batch.n - 1) // batch.n, unroll=1):
+                weight = None
+                if const_expr(mW is not None and self.spec.smoothing):
+                    weight = self._columns((mW,), place, b)[0].load().to(Float32)
+                x = self._values(mX, None, stages, place, (), b)
+                self._write(gradient(x, weight, slope, self.spec, options), mdX, place, b)
+
+    @cute.jit
+    def _clear(self, mdX, place):
+        """Gradient of a row that does not count."""
+        _, _, _, count = place
+        zeros = cute.make_rmem_tensor((self.batch.vec, self.batch.passes), Float32)
+        zeros.fill(0.0)
+        for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
+            self._write(zeros.load(), mdX, place, b)
+
+
+def smoothed(online: Reduction) -> Reduction:
+    """(m, s) of ``online``, the sum of weight * (value - m), and the sum of weights."""
+
+    def combine(a: Partial, b: Partial) -> Partial:
+        largest, total = online.combine(a[:2], b[:2])
+        moved = [v[2] + v[3] * (finite(v[0]) - finite(largest)) for v in (a, b)]
+        return largest, total, moved[0] + moved[1], a[3] + b[3]
+
+    return Reduction((*online.identity, 0.0, 0.0), combine)
+
+
+def build(spec: CrossEntropyFwdSpec, config: FwdConfig) -> tuple[CrossEntropyFwd, tuple]:
+    """The kernel and its symbolic arguments."""
+    return CrossEntropyFwd(spec, config), arguments(spec)

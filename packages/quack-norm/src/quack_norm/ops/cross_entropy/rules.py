@@ -1,0 +1,76 @@
+"""Which configuration a cross-entropy kernel gets."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from quack_core import dtypes
+from quack_core.arch import Arch
+from quack_core.errors import UnsupportedError
+from quack_core.reduction.tiling import WARP
+from quack_norm.ops.row_map import rules
+from quack_norm.ops.row_map.rules import threads_for
+
+from .config import BwdConfig, FwdConfig, RescaleConfig, StreamConfig
+from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
+
+SLICE_BYTES = 52 * 1024
+"""Of a row in the shared memory of a CTA: four of them fit an SM."""
+UNROLL = 4
+"""Vectors of 16 bytes that each thread has under way."""
+
+
+def default_fwd(spec: CrossEntropyFwdSpec, arch: Arch) -> FwdConfig | StreamConfig:
+    """The configuration for a spec on an architecture.
+
+    Raises:
+        UnsupportedError: rows do not fit the shared memory of a cluster.
+    """
+    best = replace(spec, align=16, in_phase=True, reduction="sum" if spec.dx else "none")
+    if not (spec.dx or spec.smoothing):
+        return _stream(spec, arch)
+    for config in _staged(best):
+        if rules.fits(config, best, arch):
+            return config
+    raise UnsupportedError(
+        f"cross_entropy, {spec.n} classes on {arch.name}",
+        f"the shared memory of a cluster of {arch.max_cluster} CTAs cannot hold such a row",
+        "split the vocabulary, or use torch.nn.functional.cross_entropy",
+    )
+
+
+def _staged(spec: CrossEntropyFwdSpec) -> Iterator[FwdConfig]:
+    """Two batches for each CTA of short rows; slices of up to 52 KB, larger ones in clusters of 8."""
+    width = dtypes.width(spec.x) // 8
+    for cluster in (1, 2, 4, 8, 16):
+        cols = -(-spec.n // cluster)
+        if cols * width > SLICE_BYTES and cluster < 8:
+            continue
+        vectors = -(-cols // spec.full_vector)
+        threads = threads_for(-(-vectors // (2 * UNROLL)), 1, 1, low=WARP, high=256)
+        for ctas in range(min(16, 1024 // threads), 0, -1):
+            yield FwdConfig(threads, cluster=cluster, ctas_per_sm=ctas, unroll=UNROLL)
+
+
+def _stream(spec: CrossEntropyFwdSpec, arch: Arch) -> StreamConfig:
+    """As many threads as keep the last batch of a row full, with 64 registers each, or 80.
+
+    Addresses may decide how many registers they have, but not on their number.
+    """
+    vectors = -(-spec.n // spec.full_vector)
+    threads = min(256, threads_for(-(-vectors // UNROLL), 1, 1, low=WARP))
+    if threads == 256 and -(-vectors // (256 * UNROLL)) * 256 * UNROLL >= 1.1 * vectors:
+        threads = 128
+    shifted = spec.odd or spec.align < 16
+    plain = not (shifted or spec.softcap or spec.x == "float32")
+    resident = 1024 if plain and arch.name == "sm90" else 768  # elsewhere 64 are too few
+    return StreamConfig(threads, UNROLL, min(32, resident // threads))
+
+
+def default_bwd(spec: CrossEntropyBwdSpec, arch: Arch) -> BwdConfig:
+    """The configuration for a spec on an architecture."""
+    return BwdConfig(num_threads=128 if spec.n <= 4096 else 256)
+
+
+def default_rescale(spec: RescaleSpec, arch: Arch) -> RescaleConfig:
+    """The configuration for a spec on an architecture."""
+    return RescaleConfig()

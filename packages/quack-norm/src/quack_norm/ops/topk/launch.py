@@ -1,0 +1,84 @@
+"""Top-k on CUDA tensors: allocate, find the kernel, launch. Rows lie along the last dimension."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import arch, dtypes, torch_op, torch_workspace
+from quack_core.jit import cache
+from quack_norm.ops import rows
+from quack_norm.ops.row_map.launch import Aligned, Launcher, on_device
+
+from .config import SortConfig, default_bwd, default_fwd
+from .spec import TopKBwdSpec, TopKFwdSpec
+
+# The keys hold dtypes, ranks, N, k and flags. M is not among them, so their number is bounded.
+_launchers: dict[tuple[Any, ...], Launcher] = {}
+
+
+def forward(x: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
+    """As `reference.forward`, on CUDA tensors."""
+    shape, n, index = (*x.shape[:-1], k), x.shape[-1], x.get_device()
+    values = torch.empty(shape, dtype=x.dtype, device=x.device)
+    indices = torch.empty(shape, dtype=torch.int64, device=x.device)
+    if x.numel() == 0:
+        return values, indices
+    outer = rows.outer_shape((x,), per_head=False)
+    key = (n, k, x.dtype, softmax, len(outer), index)
+    launch = _launchers.get(key)
+    if launch is None:
+        name = torch_op.dtype_name(x.dtype)
+        spec = TopKFwdSpec(n, k, name, softmax, len(outer) + 1)
+        launch = _launchers[key] = _forward(spec, index)
+    launch(rows.as_rows(x, outer), values.view(-1, k), indices.view(-1, k))
+    return values, indices
+
+
+def backward(
+    dvalues: Tensor, indices: Tensor, softmax_values: Tensor | None, n: int, dx_dtype: torch.dtype
+) -> Tensor:
+    """As `reference.backward`, on CUDA tensors."""
+    k, index = indices.shape[-1], indices.get_device()
+    dx = torch.empty((*indices.shape[:-1], n), dtype=dx_dtype, device=indices.device)
+    if dx.numel() == 0:
+        return dx
+    kind = None if softmax_values is None else softmax_values.dtype
+    key = (n, k, dvalues.dtype, dx_dtype, kind, index)
+    launch = _launchers.get(key)
+    if launch is None:
+        spec = TopKBwdSpec(
+            n=n,
+            k=k,
+            dvalues=torch_op.dtype_name(dvalues.dtype),
+            dx=torch_op.dtype_name(dx_dtype),
+            values=None if kind is None else torch_op.dtype_name(kind),
+        )
+        launch = _launchers[key] = _kernel(spec, index)
+    launch(
+        rows.as_rows(dvalues, (indices.numel() // k,)),
+        indices.contiguous().view(-1, k),
+        None if softmax_values is None else softmax_values.contiguous().view(-1, k),
+        dx.view(-1, n),
+    )
+    return dx
+
+
+def _forward(spec: TopKFwdSpec, device: int) -> Launcher:
+    """A launcher for rows like these, whatever their alignment."""
+    if not isinstance(default_fwd(spec), SortConfig):  # takes rows that begin anywhere
+        return _kernel(replace(spec, align=dtypes.width(spec.x) // 8), device)
+
+    def alignment(x: Tensor, *_: Tensor) -> tuple[int]:
+        return (rows.alignment(x),)
+
+    return Aligned(lambda align: _kernel(replace(spec, align=align), device), alignment)
+
+
+def _kernel(spec: TopKFwdSpec | TopKBwdSpec, device: int) -> Launcher:
+    """The compiled function, launched on its device."""
+    config = default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
+    with torch_workspace.relaxed_capture():
+        function: Launcher = cache.load(config.module, spec, config, arch.detect(device))
+    return on_device(function, device)

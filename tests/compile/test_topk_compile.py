@@ -1,0 +1,94 @@
+"""Every top-k kernel, compiled for one architecture: what holds before it ever runs.
+
+Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quack_core import arch as arches
+from quack_core import dtypes, env
+from quack_core.jit.compile import Compiled, compile_kernel
+from quack_core.testing import cubin, ptx
+from quack_norm.ops.topk.config import BwdConfig, SelectConfig, SortConfig, default_bwd, default_fwd
+from quack_norm.ops.topk.spec import MAX_K, MAX_N, TopKBwdSpec, TopKFwdSpec
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
+Spec = TopKFwdSpec | TopKBwdSpec
+Config = SortConfig | SelectConfig | BwdConfig
+
+
+def fwd(n: int, k: int, x: str = BF16, **fields: object) -> Spec:
+    align = math.gcd(16, n * dtypes.width(x) // 8)
+    return TopKFwdSpec(n, k, x, **{"align": align, **fields})  # type: ignore[arg-type]
+
+
+def bwd(n: int, k: int, x: str = BF16, softmax: bool = False) -> Spec:
+    return TopKBwdSpec(n, k, x, x, x if softmax else None)
+
+
+SPECS = [
+    fwd(1, 1, F32),
+    fwd(8, 2, softmax=True),
+    fwd(33, 8, F16),
+    fwd(64, 8, align=2),
+    fwd(128, 8, F32, softmax=True, rank=3),
+    fwd(256, 128, F32),
+    fwd(256, 128),
+    fwd(511, 511, F32, softmax=True),
+    fwd(512, 512, F32),
+    fwd(513, 1),
+    fwd(1000, 999, F32),
+    fwd(4096, 64, softmax=True),
+    fwd(16385, 300, F16, rank=3),
+    fwd(50257, 1024, F32, softmax=True),
+    fwd(128256, 2048),
+    fwd(MAX_N, MAX_K, softmax=True),
+    bwd(1, 1, F32),
+    bwd(8, 2, softmax=True),
+    bwd(256, 128, F32, softmax=True),
+    bwd(4095, 300),
+    bwd(262144, MAX_K, softmax=True),
+    bwd(MAX_N, MAX_K, F32, softmax=True),
+]
+
+
+def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
+    """What is wrong with a compiled kernel, one line each."""
+    facts = cubin.static_facts(compiled.cubin or b"")
+    if facts.spills:
+        yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
+    registers = facts.usage.registers_per_cta(config.num_threads)
+    if registers > ARCH.registers_per_sm:
+        yield f"{registers} registers of a CTA; an SM has {ARCH.registers_per_sm}"
+    smem_bytes = config.smem_bytes(spec)  # type: ignore[arg-type]
+    if smem_bytes > ARCH.smem_bytes:
+        yield f"{smem_bytes} bytes of shared memory; a CTA has {ARCH.smem_bytes}"
+    found = facts.store_bits if isinstance(spec, TopKBwdSpec) else facts.load_bits
+    wanted = 128
+    if isinstance(config, SortConfig):
+        wanted = min(8 * spec.align, spec.vec * dtypes.width(spec.x))  # type: ignore[union-attr]
+    if wanted not in found:
+        yield f"no {wanted}-bit accesses of rows: {found}"
+    text = compiled.ptx or ""
+    if isinstance(config, SortConfig) and "bar.sync" in text:
+        yield "a barrier, where warps have rows of their own"
+    if f".target {ARCH.target}\n" not in text:
+        yield f"not compiled for {ARCH.target}"
+    if isinstance(config, BwdConfig):
+        rows = config.tile(spec) // spec.n + 1  # type: ignore[arg-type]
+    else:
+        rows = config.rows_per_cta
+    for instruction in ptx.wrapping_offsets(text, max(2, spec.n), rows):
+        yield f"row offset in 32 bits: {instruction}"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_kernel(spec: Spec, tmp_path: Path) -> None:
+    config = default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
+    compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
+    assert list(faults(spec, config, compiled)) == [], config
