@@ -8,15 +8,22 @@ losses of all rows with the gradient of their sum.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quack_core import arch, torch_op
+from quack_norm.ops.cross_entropy import rules
+from quack_norm.ops.cross_entropy.config import FwdConfig, StreamConfig
+from quack_norm.ops.cross_entropy.spec import CrossEntropyFwdSpec
+from quack_norm.ops.row_map.rules import fits
+
 from .norm import dtype_of, judge, poison, row_chunks, size
 from .peers import ALLOCATES, compiled_for_one_shape
+from .rmsnorm import alignment
 from .shapes import Case
 from .timing import Launch
 from .variant import Variant
@@ -166,19 +173,34 @@ def through_autograd(loss_of: Callable[[Buffers], tuple[Tensor, Tensor]]) -> Lau
 # --- ours
 
 
-def spec_of(case: Case) -> Any:
-    """The spec that the public function makes for fresh contiguous operands."""
-    raise NotImplementedError("the configurations of cross_entropy are not offered here")
+def spec_of(case: Case) -> CrossEntropyFwdSpec:
+    """The spec that the public function makes for fresh contiguous operands; of its forward."""
+    dx = case.op != FORWARD
+    return CrossEntropyFwdSpec(
+        n=case.shape[-1],
+        x=torch_op.dtype_name(dtype_of(case)),
+        target="int64",
+        dx=dx,
+        reduction="mean" if dx else "none",
+        align=alignment(case),
+    )
 
 
-def default_config(case: Case) -> Any:
+def default_config(case: Case) -> FwdConfig | StreamConfig:
     """The configuration that the rule chooses here."""
-    return spec_of(case)
+    return rules.default_fwd(spec_of(case), arch.detect())
 
 
 def candidates(case: Case) -> list[Any]:
-    """Configurations to compare it with: none."""
-    return [default_config(case)]
+    """Configurations to compare it with: more or fewer CTAs on an SM, and larger slices."""
+    chosen = default_config(case)
+    others: list[Any] = [replace(chosen, ctas_per_sm=n) for n in (2, 3, 4, 6)]
+    if isinstance(chosen, FwdConfig):
+        others += [replace(chosen, cluster=n, ctas_per_sm=2) for n in (1, 2, 4, 8, 16)]
+        others = [c for c in others if fits(c, spec_of(case), arch.detect())]
+    else:
+        others += [replace(chosen, threads=n, ctas_per_sm=1024 // n) for n in (128, 256)]
+    return list(dict.fromkeys([chosen, *others]))
 
 
 def public(case: Case) -> Launch:
@@ -199,8 +221,34 @@ def public(case: Case) -> Launch:
 
 
 def explicit(case: Case, config: Any, run: Any, state: Tensor | None, groups: int) -> Launch:
-    """A compiled kernel as a launch on buffers."""
-    raise NotImplementedError("cross_entropy has no configurations to compare")
+    """A compiled kernel as a launch on buffers: forward, or forward with gradient.
+
+    Raises:
+        NotImplementedError: of a call through autograd.
+    """
+    if case.op == AUTOGRAD:
+        raise NotImplementedError("a configuration has no autograd: tune ce_fwd_dx")
+    counters = torch.zeros(3, dtype=torch.int32, device="cuda")
+
+    def results(b: Buffers) -> tuple[Tensor, ...]:
+        of_rows = torch.empty(4, len(b.target), dtype=torch.float32, device=b.x.device)
+        return (*of_rows, torch.empty_like(b.x) if case.op == FUSED else b.x.new_empty(len(b.x)))
+
+    made = Kept(results)
+
+    def launch(b: Buffers) -> tuple[Tensor, ...]:
+        losses, lse, peak, exp_sum, out = made(b)
+        numbers = (IGNORED, 0.0, 1.0, 0.0, groups)
+        if case.op == FORWARD:
+            none = (None,) * 4
+            run(b.x, b.target, None, out, lse, peak, exp_sum, *none, *numbers)
+            return out, lse
+        total, loss = losses.new_empty(1), b.x.new_empty(1)
+        reduced = (total, loss, out, counters)
+        run(b.x, b.target, None, losses, lse, peak, exp_sum, *reduced, *numbers)
+        return loss.view(()), out
+
+    return launch
 
 
 # --- peers

@@ -22,6 +22,7 @@ def test_norm_exports_exactly_the_promised_names(fresh_python):
         "RMSNorm",
         "__version__",
         "cross_entropy",
+        "cross_entropy_from_lse",
         "layernorm",
         "log_softmax",
         "rmsnorm",
@@ -69,6 +70,9 @@ outcomes = {{
     "cross_entropy": (
         quack_norm.cross_entropy(x, labels), torch.nn.functional.cross_entropy(x, labels)
     ),
+    "cross_entropy_from_lse": (
+        quack_norm.cross_entropy_from_lse(x, x[:, 0], labels), (x.logsumexp(1) - x[:, 0]).mean()
+    ),
     "topk": (quack_norm.topk(x, 7)[0], torch.topk(x, 7).values),
 }}
 modules = [each.name for each in pkgutil.iter_modules(quack_core.__path__)]
@@ -91,7 +95,7 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
 
 
 NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
-NAMES += ["softmax", "log_softmax", "cross_entropy", "topk"]
+NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -95,6 +95,38 @@ def backward(
             )
 
 
+def partial(
+    lse: Tensor,
+    target_logit: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
+    z_loss: float,
+) -> None:
+    """Check the operands of `cross_entropy_from_lse`; raises as `forward`."""
+    for name, tensor in (("lse", lse), ("target_logit", target_logit), ("target", target)):
+        _is_tensor(name, tensor)
+        _same_device(name, tensor, lse, "lse")
+    _floating("lse", lse)
+    _floating("target_logit", target_logit)
+    if target.dtype not in TARGETS:
+        raise DTypeError(
+            f"cross_entropy: target is {_name(target.dtype)}: it must be int32 or int64"
+        )
+    if lse.dim() not in (1, 2) or lse.shape[-1] == 0 < lse.dim() - 1:
+        raise ShapeError(
+            f"cross_entropy: lse has shape {tuple(lse.shape)}: it must be (rows,) or (rows, parts) "
+            "with at least one part"
+        )
+    for name, tensor in (("target_logit", target_logit), ("target", target)):
+        if tensor.shape != lse.shape[:1]:
+            raise ShapeError(
+                f"cross_entropy: {name} has shape {tuple(tensor.shape)}, lse "
+                f"{tuple(lse.shape)}: it must be ({lse.shape[0]},)"
+            )
+    _options(ignore_index, reduction, 0.0, None, z_loss)
+
+
 def labels(target: Tensor, classes: int, ignore_index: int) -> None:
     """Check every label of a CPU tensor: a class, or ``ignore_index``.
 
@@ -281,10 +313,10 @@ def _is_tensor(name: str, tensor: Tensor) -> None:
         raise DTypeError(f"cross_entropy: {name} is {type(tensor).__name__}: it must be a tensor")
 
 
-def _same_device(name: str, tensor: Tensor, input: Tensor) -> None:
+def _same_device(name: str, tensor: Tensor, input: Tensor, of: str = "input") -> None:
     if tensor.device != input.device:
         raise DeviceError(
-            f"cross_entropy: {name} is on {tensor.device}, input on {input.device}: all operands "
+            f"cross_entropy: {name} is on {tensor.device}, {of} on {input.device}: all operands "
             f"must be on one device; move it with .to({str(input.device)!r})"
         )
 

@@ -35,11 +35,17 @@ class StreamConfig:
     ctas_per_sm: int = 4
 
     cluster = 1
+    persistent = True
+    state_ints = 0
     module = f"{__package__}.fwd_stream"
 
     @property
     def num_threads(self) -> int:
         return self.threads
+
+    def groups(self, spec: CrossEntropyFwdSpec, rows: int, heads: int, resident: int) -> int:
+        """CTAs to launch."""
+        return min(resident, rows)
 
     @property
     def registers(self) -> int:

@@ -93,7 +93,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         input: cute.Tensor,  # (M, V) or (M1, M0, V)
         target: cute.Tensor,  # (M,)
         weight: cute.Tensor | None,  # (V,)
-        losses: cute.Tensor,  # (M,)
+        losses: cute.Tensor,  # (M,), float32 unless they are the result
         lse: cute.Tensor,  # (M,)
         peak: cute.Tensor,  # (M,)
         exp_sum: cute.Tensor,  # (M,)

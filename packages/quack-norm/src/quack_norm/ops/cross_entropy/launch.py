@@ -20,7 +20,6 @@ from quack_norm.ops.row_map.launch import (
 )
 
 from . import reference, rules
-from .config import StreamConfig
 from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -82,7 +81,8 @@ def forward(
         launch = _launchers[key] = _forward_launcher(spec, input.get_device())
     # In their final shapes: a view could not be changed in place where autograd records it.
     lse = torch.empty(target.shape, dtype=torch.float32, device=input.device)
-    losses, peak, exp_sum = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(lse)
+    peak, exp_sum = torch.empty_like(lse), torch.empty_like(lse)
+    losses = torch.empty_like(lse, dtype=input.dtype if reduction == "none" else None)
     loss = total = None
     if reduction != "none":
         loss, total = input.new_empty(()), lse.new_empty(())
@@ -99,7 +99,7 @@ def forward(
         dx,
         *_numbers(ignore_index, label_smoothing, softcap, z_loss),
     )
-    return losses.to(input.dtype) if loss is None else loss, lse, peak, exp_sum, total, dx
+    return losses if loss is None else loss, lse, peak, exp_sum, total, dx
 
 
 def backward(
@@ -277,7 +277,7 @@ def _alignment(
 def _resident(spec: CrossEntropyFwdSpec, device: int) -> int:
     """CTAs of a forward that stay on the device; 0 if each has one row."""
     config = rules.default_fwd(spec, arch.detect(device))
-    return resident_groups(device, spec, config) if isinstance(config, StreamConfig) else 0
+    return resident_groups(device, spec, config) if config.persistent else 0
 
 
 def _kernel(spec: Any, choose: Callable[..., Any], device: int) -> Launcher:

@@ -59,7 +59,7 @@ class Losses:
 
     def store(self, results: Results, row: Int64, loss, lse, peak, exp_sum) -> None:
         """Write what is known of a row; one thread."""
-        results.losses[row] = loss
+        results.losses[row] = results.losses.element_type(loss)
         results.lse[row] = lse
         results.peak[row] = peak
         results.exp_sum[row] = exp_sum
@@ -131,7 +131,8 @@ def arguments(spec: CrossEntropyFwdSpec) -> tuple:
         symbolic(spec.x, rows, align=spec.align),
         per_row(spec.target),
         symbolic(spec.weight, (spec.n,), align=spec.weight_align),
-        *(per_row("float32") for _ in range(4)),
+        per_row("float32" if reduced else spec.x),
+        *(per_row("float32") for _ in range(3)),
         symbolic("float32", (1,), align=4, contiguous=True) if reduced else None,
         symbolic(spec.x, (1,), align=2, contiguous=True) if reduced else None,
         symbolic(spec.x, rows, align=spec.align) if spec.dx else None,
