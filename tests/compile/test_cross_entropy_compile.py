@@ -123,6 +123,7 @@ def named(spec: Spec) -> str:
     return "-".join([spec.name, *fields, f"align{getattr(spec, 'align', 16)}"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", [*STREAMS, *STAGED, *BACKWARDS, *RESCALES], ids=named)
 def test_kernel(spec: Spec, tmp_path: Path) -> None:
     config = default_config(spec)

@@ -61,6 +61,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-align{s.align}")
 def test_kernel(spec: Spec, tmp_path: Path) -> None:
     kind: type[FwdConfig | BwdConfig] = FwdConfig

@@ -87,6 +87,7 @@ def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
         yield f"row offset in 32 bits: {instruction}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_kernel(spec: Spec, tmp_path: Path) -> None:
     config = default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
