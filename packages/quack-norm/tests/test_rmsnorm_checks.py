@@ -241,6 +241,10 @@ def test_kl_10_every_public_name_with_the_fewest_arguments(device: str) -> None:
             quack_norm.cross_entropy(x, torch.tensor([3, 5], device=device)),
             -even[0, 0].log(),
         ),
+        "cross_entropy_from_lse": (
+            quack_norm.cross_entropy_from_lse(x, x[:, 0], torch.tensor([3, 5], device=device)),
+            -even[0, 0].log(),
+        ),
         "topk": (quack_norm.topk(x, 2)[0], x[:, :2]),
     }
     assert set(found) == {name for name in quack_norm.__all__ if not name.startswith("_")}
