@@ -40,12 +40,14 @@ def judge(x: Tensor, k: int) -> None:
     assert_bitwise(values, torch.gather(x, -1, indices))
 
 
+@pytest.mark.exhaustive
 @every_dtype
 def test_n_20_500_random_rows(dtype: torch.dtype, device: str) -> None:
     """The size at which packing an index into the value gave wrong ones in 235 of 500 rows."""
     judge(random((500, 256), dtype, device, seed=1), 128)
 
 
+@pytest.mark.exhaustive
 @every_dtype
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_sizes(n: int, k: int, dtype: torch.dtype, device: str) -> None:
@@ -53,6 +55,7 @@ def test_sizes(n: int, k: int, dtype: torch.dtype, device: str) -> None:
         judge(random((3, n), dtype, device, seed=n, shift=shift), k)
 
 
+@pytest.mark.exhaustive
 @every_dtype
 @pytest.mark.parametrize(("n", "k"), [(8, 2), (256, 8), (1024, 64), (4097, 300)])
 def test_many_rows(n: int, k: int, dtype: torch.dtype, device: str) -> None:
@@ -93,6 +96,7 @@ def test_ks_19_rows_of_nan(n: int, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(topk(x, 6)[0].view(integer), x[[0, 2, 4, 6, 1, 3]].view(integer))
 
 
+@pytest.mark.exhaustive
 @every_dtype
 @pytest.mark.parametrize(("n", "k"), [(24, 1), (24, 5), (24, 24), (513, 12), (3000, 2999)])
 def test_extremes_in_any_order(n: int, k: int, dtype: torch.dtype, device: str) -> None:
@@ -103,6 +107,7 @@ def test_extremes_in_any_order(n: int, k: int, dtype: torch.dtype, device: str) 
     judge(torch.tensor(extremes)[chosen].to(dtype).to(device), k)
 
 
+@pytest.mark.exhaustive
 @every_dtype
 @pytest.mark.parametrize(("n", "k"), [(256, 128), (300, 7), (5000, 600), (65536, 100)])
 def test_any_bits(n: int, k: int, dtype: torch.dtype, device: str) -> None:
@@ -113,6 +118,7 @@ def test_any_bits(n: int, k: int, dtype: torch.dtype, device: str) -> None:
     judge(bits.to(integer).view(dtype).to(device), k)
 
 
+@pytest.mark.exhaustive
 @every_dtype
 @pytest.mark.parametrize("n", [200, 5000])
 def test_values_that_share_their_upper_bits(n: int, dtype: torch.dtype, device: str) -> None:
@@ -134,6 +140,7 @@ def test_masked_logits_give_distinct_indices(device: str) -> None:
         assert all(len(set(row)) == 16 for row in topk(x, 16)[1].tolist())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda each: each.value)
 @pytest.mark.parametrize("shape", [(5, 33), (7, 5, 264), (2, 1, 2, 33), (3, 2000)], ids=str)
 def test_any_rank_and_strides(shape: tuple[int, ...], layout: Layout, device: str) -> None:
@@ -144,6 +151,7 @@ def test_any_rank_and_strides(shape: tuple[int, ...], layout: Layout, device: st
         assert_bitwise(x, before)
 
 
+@pytest.mark.exhaustive
 @every_dtype
 @pytest.mark.parametrize("n", [40, 1000, 1001])
 def test_rows_that_begin_anywhere(n: int, dtype: torch.dtype, device: str) -> None:
