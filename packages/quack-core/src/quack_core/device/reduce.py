@@ -71,14 +71,14 @@ def _online(a: Partial, b: Partial, power: Callable[[Float32], Float32]) -> Part
     has it. Both orders give the same bits, in every kernel: no product is left to be fused."""
     largest, smallest = cute.arch.fmax(a[0], b[0]), cute.arch.fmin(a[0], b[0])
     moved, kept = (a[1], b[1]) if a[0] < b[0] else (b[1], a[1])
-    return largest, cute.math.fma(moved, power(smallest - _finite(largest)), kept)
+    return largest, cute.math.fma(moved, power(smallest - finite(largest)), kept)
 
 
 @cute.jit
 def _online_warp(value: Partial, lanes: int, power: Callable[[Float32], Float32]) -> Partial:
     """One maximum for all lanes first: then their sums simply add up."""
     (largest,) = warp_reduce(value[:1], MAX_NUMBER, lanes)
-    scaled = fast_math.product(value[1], power(value[0] - _finite(largest)))
+    scaled = fast_math.product(value[1], power(value[0] - finite(largest)))
     return largest, warp_reduce((scaled,), SUM, lanes)[0]
 
 
@@ -88,7 +88,7 @@ def _compensated(a: Partial, b: Partial) -> Partial:
     largest, smallest = cute.arch.fmax(a[0], b[0]), cute.arch.fmin(a[0], b[0])
     moved, moved_rest = (a[1], a[2]) if a[0] < b[0] else (b[1], b[2])
     kept, kept_rest = (b[1], b[2]) if a[0] < b[0] else (a[1], a[2])
-    scaled, scaled_rest = _times_exp(moved, moved_rest, smallest - _finite(largest))
+    scaled, scaled_rest = _times_exp(moved, moved_rest, smallest - finite(largest))
     total, error = fast_math.two_sum(scaled, kept)
     return largest, total, (scaled_rest + kept_rest) + error
 
@@ -97,7 +97,7 @@ def _compensated(a: Partial, b: Partial) -> Partial:
 def _compensated_warp(value: Partial, lanes: int) -> Partial:
     """One maximum for all lanes first; sums are then split on a common grid and simply add up."""
     (largest,) = warp_reduce(value[:1], MAX_NUMBER, lanes)
-    total, rest = _times_exp(value[1], value[2], value[0] - _finite(largest))
+    total, rest = _times_exp(value[1], value[2], value[0] - finite(largest))
     shifted, below = fast_math.fast_two_sum(Float32(GRID), total)
     total, rest = warp_reduce((shifted - Float32(GRID), rest + below), SUM2, lanes)
     return largest, *fast_math.fast_two_sum(total, rest)
@@ -113,8 +113,8 @@ def _times_exp(total: Float32, rest: Float32, x: Float32) -> tuple[Float32, Floa
 
 
 @cute.jit
-def _finite(largest: Float32) -> Float32:
-    """A maximum of -inf: subtract 0, so that no inf - inf makes a NaN."""
+def finite(largest: Float32) -> Float32:
+    """A maximum that can be subtracted: 0 for -inf, so that no inf - inf makes a NaN."""
     return Float32(0.0) if largest == Float32(-math.inf) else largest
 
 
@@ -186,7 +186,7 @@ def thread_max(values: cute.TensorSSA) -> Float32:
 def thread_online(values: cute.TensorSSA, factor: cutlass.Constexpr[float] = 1.0) -> Partial:
     """(maximum, sum of 2 ** ((value - maximum) * factor)) of the values that one thread holds."""
     largest = thread_max(values)
-    shift = _finite(largest)
+    shift = finite(largest)
     return largest, thread_sum(cute.math.exp2(_times(values - shift, factor), fastmath=True))
 
 

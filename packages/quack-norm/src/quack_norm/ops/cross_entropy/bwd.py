@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quack_core.device import copy, fast_math
+from quack_core.device.reduce import finite
 from quack_core.jit import dsl
 from quack_core.jit.compile import symbolic, to_cute
 from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer, store_piece
@@ -15,7 +16,6 @@ from .gradient import (
     Options,
     Slope,
     element,
-    finite,
     gradient,
     gradient_of_label,
     log_sum_exp,

@@ -15,19 +15,19 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from quack_core.device import barrier, copy, fast_math
+from quack_core.device import barrier, fast_math
 from quack_core.device.barrier import Phase
 from quack_core.device.reduce import (
     ONLINE_SOFTMAX,
     ONLINE_SOFTMAX_ROUNDED,
     Partial,
     Reduction,
+    finite,
     thread_max,
     thread_sum,
 )
 from quack_core.reduction.tiling import WARP
-from quack_norm.ops.row_map import shared
-from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer, store_piece
+from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer
 from quack_norm.ops.row_map.staged import RowMapStaged
 
 from .config import FwdConfig
@@ -37,7 +37,6 @@ from .gradient import (
     Slope,
     capped,
     element,
-    finite,
     gradient,
     gradient_of_label,
     log_sum_exp,
@@ -135,7 +134,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         block, _, _ = cute.arch.block_idx()
         row, rank = block // self.tiling.cluster, block % self.tiling.cluster
         at, first = coordinates(mX, row), rank * self.cols
-        place = (at, first, tid, self._count(first))
+        place = (at, first, tid, self.count_from(first, self.cols))
         computes = tid < self.tiling.num_threads
 
         # --- shared memory
@@ -323,29 +322,14 @@ class CrossEntropyFwd(Losses, RowMapStaged):
                 out = element(slice_pointer(mdX, at, label.index))
                 out[0] = out.element_type(value)
 
-    @cute.jit
-    def _gradients(self, mX, mW, mdX, stages, place, slope, options: Options):
+    def _gradients(self, mX, mW, mdX, stages, place, slope: Slope, options: Options) -> None:
         """Gradient of the CTA's logits but for the label's own share."""
-        at, first, tid, count = place
-        batch = self.batch
-        if const_expr(self.by_pieces):
-            target = slice_pointer(mdX, at, first)
-            before = copy.vector_offset(target, batch.vec)
-            for b in cutlass.range((before + count + batch.n - 1) // batch.n, unroll=1):
-                for p in cutlass.range_constexpr(batch.passes):
-                    index = b * batch.n + batch.start(tid) + p * batch.step
-                    if index < before + count:
-                        piece = shared.vector(stages[0].iterator, index, batch.vec)
-                        x = piece.load().to(Float32)
-                        dx = gradient(x, None, slope, self.spec, options)
-                        store_piece(dx, target, index - before, count, copy.CHUNK)
-        else:
-            for b in cutlass.range((count + batch.n - 1) // batch.n, unroll=1):
-                weight = None
-                if const_expr(mW is not None and self.spec.smoothing):
-                    weight = self._columns((mW,), place, b)[0].load().to(Float32)
-                x = self._values(mX, None, stages, place, (), b)
-                self._write(gradient(x, weight, slope, self.spec, options), mdX, place, b)
+        weights = mW if self.spec.smoothing else None
+        self._results(mX, None, weights, None, mdX, stages, place, slope, options)
+
+    def result(self, values, known, columns, scalars):
+        weight = None if columns[0] is None else columns[0].load().to(Float32)
+        return gradient(values, weight, known, self.spec, scalars)
 
     @cute.jit
     def _clear(self, mdX, place):

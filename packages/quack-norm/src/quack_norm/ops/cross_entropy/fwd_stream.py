@@ -19,15 +19,16 @@ from quack_core.device.reduce import (
     Partial,
     collect,
     cta_post,
+    finite,
     thread_max,
     thread_sum,
 )
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import WARP
-from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer
+from quack_norm.ops.row_map.base import coordinates, existing, num_rows, slice_pointer
 
 from .config import StreamConfig
-from .gradient import Options, capped, element, finite, label_of, log_sum_exp, powers
+from .gradient import Options, capped, element, label_of, log_sum_exp, powers
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
@@ -188,7 +189,8 @@ class CrossEntropyStream(Losses, ReductionBase):
             self._clear(vectors, b * tiling.n + tiling.start(tid))
         z = capped(vectors.load().to(Float32), self.spec, options)
         if const_expr(self.spec.softcap):  # which makes a number of what lies beyond the row
-            z = self._within(z, b * tiling.n + tiling.start(tid))
+            exists = existing(tiling, tid, self.spec.n - b * tiling.n)
+            z = cute.where(exists, z, cute.full_like(z, -math.inf))
         largest = thread_max(z)
         partial = (largest, thread_sum(powers(z - finite(largest), self.spec)))
         return self.reduction.combine(total, partial)
@@ -199,13 +201,6 @@ class CrossEntropyStream(Losses, ReductionBase):
         n = Int32(self.spec.n)
         for u in cutlass.range_constexpr(self.config.unroll):
             copy.clear_outside(vectors[None, u], first + u * self.tiling.step, n, -math.inf)
-
-    def _within(self, z: cute.TensorSSA, first: Int32) -> cute.TensorSSA:
-        exists = copy.make_registers(self.tiling, cutlass.Boolean)
-        for u in range(self.config.unroll):
-            for v in range(self.tiling.vec):
-                exists[v, u] = first + u * self.tiling.step + v < self.spec.n
-        return cute.where(exists.load(), z, cute.full_like(z, -math.inf))
 
 
 def count(counter: cute.Pointer, number: Int32) -> None:

@@ -149,12 +149,6 @@ def gradient_of_label(x: Float32, weight: Float32, slope: Slope, spec: Spec, opt
 
 
 @cute.jit
-def finite(largest: Float32) -> Float32:
-    """A maximum that can be subtracted: 0 for -inf."""
-    return Float32(0.0) if largest == Float32(-math.inf) else largest
-
-
-@cute.jit
 def log_sum_exp(peak: Float32, exp_sum: Float32) -> Float32:
     """An infinite peak is the log-sum-exp itself; the sum is NaN or 0 then."""
     infinite = (peak == Float32(math.inf)) | (peak == Float32(-math.inf))

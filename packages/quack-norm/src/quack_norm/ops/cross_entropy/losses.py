@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from quack_core.device import fast_math
-from quack_core.device.reduce import SUM, collect, cta_post, warp_reduce
+from quack_core.device.reduce import SUM, collect, cta_post, finite, warp_reduce
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.tiling import WARP
 
-from .gradient import Label, Options, finite, label_of
+from .gradient import Label, Options, label_of
 from .spec import CrossEntropyFwdSpec
 
 AT_ONCE = 8

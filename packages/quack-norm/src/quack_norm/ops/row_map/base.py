@@ -1,5 +1,6 @@
 """What an operator on rows computes, apart from how rows move; and the pieces that all of them use."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
@@ -113,16 +114,31 @@ class RowMap(ReductionBase):
         """
         if not self.needs_exists or tiling.cols * tiling.cluster == self.spec.n:
             return None
-        found = copy.make_registers(tiling, Boolean)
-        for p in range(tiling.passes):
-            for v in range(tiling.vec):
-                found[v, p] = tiling.start(thread) + p * tiling.step + v < count
-        return found.load()
+        return existing(tiling, thread, count)
+
+    @cute.jit
+    def count_from(self, first: Int32, cols: cutlass.Constexpr[int]) -> Int32:
+        """Elements of a slice of ``cols`` columns of a row; it may lie beyond the end."""
+        count = self.spec.n - first
+        if count > cols:
+            count = Int32(cols)
+        if count < 0:
+            count = Int32(0)
+        return count
 
     def values(self, registers: list, scalars: tuple[Float32, ...]) -> Values:
         """``combine`` on registers of the rows' dtypes; None for an absent second row."""
         first, second = (None if r is None else r.load().to(Float32) for r in registers)
         return self.combine(first, second, scalars)
+
+
+def existing(tiling: RowTiling, thread: Int32, count: Int32) -> cute.TensorSSA:
+    """Which of a thread's elements (vec, passes) are among the first ``count`` of a slice."""
+    found = copy.make_registers(tiling, Boolean)
+    for p in range(tiling.passes):
+        for v in range(tiling.vec):
+            found[v, p] = tiling.start(thread) + p * tiling.step + v < count
+    return found.load()
 
 
 def apart(values: Values) -> tuple[cute.TensorSSA, ...]:

@@ -167,7 +167,7 @@ class RowMapRing(RowMap):
     def _fetch(self, mX, mR, ring: Ring, phase, row: Int32, rank: Int32):
         """Start the copies of this CTA's slice of a row into a stage."""
         at, first = coordinates(mX, row), rank * self.tiling.cols
-        count = self._count(first)
+        count = self.count_from(first, self.tiling.cols)
         covers = [
             shared.cover(slice_pointer(tensor, at, first), count, self.shifted)
             for tensor in (mX, mR)
@@ -214,16 +214,6 @@ class RowMapRing(RowMap):
             row = tickets[slot.stage]
         return row
 
-    @cute.jit
-    def _count(self, first: Int32) -> Int32:
-        """Elements of this CTA's slice of a row; it may lie beyond the end."""
-        count = self.spec.n - first
-        if count > self.tiling.cols:
-            count = Int32(self.tiling.cols)
-        if count < 0:
-            count = Int32(0)
-        return count
-
     # --- the warps that compute
 
     @cute.jit
@@ -244,7 +234,7 @@ class RowMapRing(RowMap):
     ):
         """Work on the rows that arrive."""
         first = rank * self.tiling.cols
-        place = (first, tid, self._count(first), self._predicate(tid, rank))
+        place = (first, tid, self.count_from(first, self.tiling.cols), self._predicate(tid, rank))
         columns = [self._columns(mW, place), self._columns(mB, place)]
         phase, step = barrier.full_phase(), Int32(0)
         barrier.wait(ring.full, phase)

@@ -69,7 +69,7 @@ class RowMapStaged(RowMap):
         block, _, _ = cute.arch.block_idx()
         row, rank = block // self.tiling.cluster, block % self.tiling.cluster
         at, first = coordinates(mX, row), rank * self.cols
-        count = self._count(first)
+        count = self.count_from(first, self.cols)
         smem = cutlass.memory.SmemAllocator()
         stages = (self._stage(smem, mX), self._stage(smem, mR))
         exchange = self.allocate(smem)
@@ -99,8 +99,6 @@ class RowMapStaged(RowMap):
                 store_statistics(mStatistic, at, known)
         if const_expr(self.holds):
             self._write(self.result(h, known, columns, scalars), mY, place, Int32(0))
-        elif const_expr(self.by_pieces):
-            self._pieces(mY, stages, place, known, scalars)
         else:
             self._results(mX, mR, mW, mB, mY, stages, place, known, scalars)
 
@@ -113,16 +111,6 @@ class RowMapStaged(RowMap):
             cols = self.batches * self.batch.n + shared.padding(tensor.element_type, True)
         layout = cute.make_layout(cols)
         return smem.allocate_tensor(tensor.element_type, layout, byte_alignment=128)
-
-    @cute.jit
-    def _count(self, first: Int32) -> Int32:
-        """Elements of this CTA's slice of a row; it may lie beyond the end."""
-        count = self.spec.n - first
-        if count > self.cols:
-            count = Int32(self.cols)
-        if count < 0:
-            count = Int32(0)
-        return count
 
     @cute.jit
     def _fetch(self, mX, mR, sX, sR, full: cute.Pointer, at, first: Int32, count: Int32):
@@ -200,9 +188,16 @@ class RowMapStaged(RowMap):
             total = self.second.combine(total, self.again(h, first, exists))
         return total
 
+    def _results(self, mX, mR, mW, mB, mY, stages, place, known, scalars) -> None:
+        """Write the results; values are read again."""
+        if self.by_pieces:
+            self._pieces(mY, stages, place, known, scalars)
+        else:
+            self._batches(mX, mR, mW, mB, mY, stages, place, known, scalars)
+
     @cute.jit
-    def _results(self, mX, mR, mW, mB, mY, stages, place, known, scalars):
-        """Write the results."""
+    def _batches(self, mX, mR, mW, mB, mY, stages, place, known, scalars):
+        """Write the results batch by batch, by the owners of the values."""
         _, _, _, count = place
         for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
             columns = self._columns((mW, mB), place, b)

@@ -13,6 +13,7 @@ from quack_core.device.reduce import (
     ONLINE_SOFTMAX_COMPENSATED,
     Partial,
     Reduction,
+    finite,
     thread_compensated_sum,
     thread_max,
     thread_sum,
@@ -107,12 +108,6 @@ class SoftmaxRows:
 
 class SoftmaxFwd(SoftmaxRows, RowMapTile):
     """Softmax of rows that a CTA takes at once."""
-
-
-@cute.jit
-def finite(largest: Float32) -> Float32:
-    """A maximum that can be subtracted: 0 for -inf."""
-    return Float32(0.0) if largest == Float32(-math.inf) else largest
 
 
 def arguments(spec: SoftmaxFwdSpec, config: FwdConfig) -> tuple:
