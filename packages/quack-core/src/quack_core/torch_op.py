@@ -38,6 +38,21 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise DTypeError(f"dtype {found} must be one of {', '.join(dtypes.SUPPORTED)}") from None
 
 
+def check_dtype(operator: str, operand: str, dtype: torch.dtype) -> None:
+    """Check that kernels take the dtype of an operand.
+
+    Raises:
+        DTypeError: they do not; names operator, operand, and the dtypes that they take.
+    """
+    try:
+        dtype_name(dtype)
+    except DTypeError:
+        raise DTypeError(
+            f"{operator}: {operand} is {str(dtype).removeprefix('torch.')}: it must be one of "
+            f"{', '.join(dtypes.SUPPORTED)}; convert with .to()"
+        ) from None
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a name; the inverse of `dtype_name`.
 
@@ -105,7 +120,7 @@ def register(
     cuda: Callable[..., Any],
     fake: Callable[..., Any],
     backward: Callable[..., Any],
-    setup_context: Callable[..., Any],
+    setup_context: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Define an operator that changes none of its operands, and return it.
 
@@ -116,8 +131,9 @@ def register(
         cuda: implementation on CUDA devices.
         fake: checks operands and returns empty results, for meta and fake tensors.
         backward: as for ``torch.library.register_autograd``.
-        setup_context: likewise.
+        setup_context: likewise; None: ``backward`` needs nothing of the call.
     """
+    setup_context = setup_context or _keep_nothing
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
     qualified = f"{library.ns}::{name}"
@@ -127,3 +143,26 @@ def register(
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, library.ns), name).default
     return overload
+
+
+def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """For a ``backward`` that needs nothing of the call."""
+
+
+def no_second_derivative(operator: str, instead: str, whose: str = "its") -> Callable[..., None]:
+    """The ``backward`` of an operator that is itself one: it raises UnsupportedError.
+
+    Args:
+        operator: whose second derivative it would be.
+        instead: what to do instead.
+        whose: "their" if ``operator`` names several.
+    """
+
+    def backward(ctx: Any, *_: Any) -> None:
+        raise UnsupportedError(
+            f"{operator}: a second derivative was asked for",
+            f"{whose} backward cannot be differentiated",
+            instead,
+        )
+
+    return backward

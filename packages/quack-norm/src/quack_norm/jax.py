@@ -24,8 +24,9 @@ from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedEr
 from quack_core.jit import cache
 from quack_norm.ops.row_map import rules
 from quack_norm.ops.row_map.config import RowConfig
+from quack_norm.ops.row_map.spec import MAX_ROWS
 from quack_norm.ops.softmax.config import BwdConfig, FwdConfig
-from quack_norm.ops.softmax.spec import MAX_N, MAX_ROWS, SoftmaxBwdSpec, SoftmaxFwdSpec
+from quack_norm.ops.softmax.spec import MAX_N, SoftmaxBwdSpec, SoftmaxFwdSpec
 
 __all__ = ["log_softmax", "softmax"]
 

@@ -168,16 +168,9 @@ def _backward_fake(*operands: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise UnsupportedError(
-        "cross_entropy: a second derivative was asked for",
-        "its backward cannot be differentiated",
-        "use torch.nn.functional.cross_entropy for double backward",
-    )
-
-
-def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """The derivative of the backward only raises."""
+_no_second_derivative = torch_op.no_second_derivative(
+    "cross_entropy", "use torch.nn.functional.cross_entropy for double backward"
+)
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -206,5 +199,4 @@ cross_entropy_bwd = torch_op.register(
     cuda=_backward_cuda,
     fake=_backward_fake,
     backward=_no_second_derivative,
-    setup_context=_save_nothing,
 )

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from quack_core import dtypes, torch_op
+from quack_core import torch_op
 from quack_core.errors import (
     DeviceError,
     DTypeError,
@@ -19,11 +19,10 @@ from quack_core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from quack_norm.ops.row_map.spec import MAX_ROWS
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = (torch.int32, torch.int64)
-MAX_ROWS = 2**31 - 2**21
-"""Kernels count positions in 32 bits, and about 2**20 numbers behind the last one."""
 
 
 class LabelError(QuackError, IndexError):
@@ -82,7 +81,7 @@ def backward(
             f"cross_entropy: dloss has shape {tuple(dloss.shape)}: it must be {tuple(expected)}, "
             f"as the loss under reduction={reduction!r}"
         )
-    _floating("dloss", dloss)
+    torch_op.check_dtype("cross_entropy", "dloss", dloss.dtype)
     for name, tensor, shape in (
         ("peak", peak, target.shape),
         ("exp_sum", exp_sum, target.shape),
@@ -107,8 +106,8 @@ def partial(
     for name, tensor in (("lse", lse), ("target_logit", target_logit), ("target", target)):
         _is_tensor(name, tensor)
         _same_device(name, tensor, lse, "lse")
-    _floating("lse", lse)
-    _floating("target_logit", target_logit)
+    torch_op.check_dtype("cross_entropy", "lse", lse.dtype)
+    torch_op.check_dtype("cross_entropy", "target_logit", target_logit.dtype)
     if target.dtype not in TARGETS:
         raise DTypeError(
             f"cross_entropy: target is {_name(target.dtype)}: it must be int32 or int64"
@@ -200,7 +199,7 @@ def reduction_of(size_average: bool | None, reduce: bool | None, reduction: str)
 def _tensors(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
     _is_tensor("input", input)
     _is_tensor("target", target)
-    _floating("input", input)
+    torch_op.check_dtype("cross_entropy", "input", input.dtype)
     if target.is_floating_point():
         raise UnsupportedError(
             f"cross_entropy: target is {_name(target.dtype)}",
@@ -215,7 +214,7 @@ def _tensors(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
     _same_device("target", target, input)
     if weight is not None:
         _is_tensor("weight", weight)
-        _floating("weight", weight)
+        torch_op.check_dtype("cross_entropy", "weight", weight.dtype)
         _same_device("weight", weight, input)
 
 
@@ -319,16 +318,6 @@ def _same_device(name: str, tensor: Tensor, input: Tensor, of: str = "input") ->
             f"cross_entropy: {name} is on {tensor.device}, {of} on {input.device}: all operands "
             f"must be on one device; move it with .to({str(input.device)!r})"
         )
-
-
-def _floating(name: str, tensor: Tensor) -> None:
-    try:
-        torch_op.dtype_name(tensor.dtype)
-    except DTypeError:
-        raise DTypeError(
-            f"cross_entropy: {name} is {_name(tensor.dtype)}: it must be one of "
-            f"{', '.join(dtypes.SUPPORTED)}; convert with .to()"
-        ) from None
 
 
 def _name(dtype: torch.dtype) -> str:

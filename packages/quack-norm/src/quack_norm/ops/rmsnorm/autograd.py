@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quack_core import torch_op
-from quack_core.errors import UnsupportedError
 
 from . import check, launch, reference
 from .spec import STATISTICS
@@ -174,16 +173,9 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise UnsupportedError(
-        "rmsnorm or layernorm: a second derivative was asked for",
-        "their backward cannot be differentiated",
-        "use torch.nn.functional for double backward",
-    )
-
-
-def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """The derivative of the backward only raises."""
+_no_second_derivative = torch_op.no_second_derivative(
+    "rmsnorm or layernorm", "use torch.nn.functional for double backward", whose="their"
+)
 
 
 rmsnorm_fwd = torch_op.register(
@@ -209,6 +201,5 @@ rmsnorm_bwd = torch_op.register(
     cuda=_backward_cuda,
     fake=_backward_fake,
     backward=_no_second_derivative,
-    setup_context=_save_nothing,
 )
 """Results that are not wanted are empty."""

@@ -37,7 +37,7 @@ def normalise(
     )
     if residual_dtype is not None:
         name = check.name_of(centred)
-        check.dtype("residual_dtype", residual_dtype, name)  # refused even where it has no use
+        torch_op.check_dtype(name, "residual_dtype", residual_dtype)  # even where it has no use
     if not prenorm and (residual is None or not record):
         residual_dtype = None
     elif residual_dtype is None:

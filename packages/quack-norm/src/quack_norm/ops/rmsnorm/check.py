@@ -8,18 +8,12 @@ import numbers
 import torch
 from torch import Tensor
 
-from quack_core import dtypes, torch_op
+from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
 from quack_norm.ops import rows
+from quack_norm.ops.row_map.spec import MAX_ROWS
 
 from .spec import MAX_N, STATISTICS
-
-MAX_ROWS = 2**31 - 2**21
-"""Kernels count rows in 32 bits; offsets of elements have 64.
-
-The number of a row that would follow the last one is computed too, about 2**20 rows behind it at
-most: it must not wrap around.
-"""
 
 MAX_HEADS = 65535
 """The backward with weights per head has its heads along the second dimension of the grid."""
@@ -57,7 +51,7 @@ def forward(
     _same_shape("out", out, x, op=op)
     for name, given in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
         if given is not None:
-            dtype(name, given, op=op)
+            torch_op.check_dtype(op, name, given)
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
         if not isinstance(value, numbers.Real):
             raise DTypeError(
@@ -96,7 +90,7 @@ def backward(
     wanted = (("dx", dx_dtype), ("dresidual", dresidual_dtype), ("dbias", dbias_dtype))
     for name, given in wanted:
         if given is not None:
-            dtype(f"dtype of {name}", given, op=op)
+            torch_op.check_dtype(op, f"dtype of {name}", given)
     if dweight and weight is None:
         raise ShapeError(f"{op}: dweight is wanted, but there is no weight: pass the weight")
     if per_head and h.dim() < 2:
@@ -188,7 +182,7 @@ def _tensors(*operands: tuple[str, Tensor | None], op: str = "rmsnorm") -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise DTypeError(f"{op}: {name} is {type(tensor).__name__}: it must be a tensor")
-        dtype(name, tensor.dtype, op=op)
+        torch_op.check_dtype(op, name, tensor.dtype)
     for name, tensor in others:
         if tensor is not None and x is not None and tensor.device != x.device:
             raise DeviceError(
@@ -251,17 +245,6 @@ def _same_shape(name: str, tensor: Tensor | None, x: Tensor, op: str = "rmsnorm"
         if name != "out"
         else f"{op}: {found}: out must have the shape of x; it is not resized"
     )
-
-
-def dtype(name: str, given: torch.dtype, op: str = "rmsnorm") -> None:
-    """Check that kernels take a dtype; raises DTypeError, which names the operand."""
-    try:
-        torch_op.dtype_name(given)
-    except DTypeError:
-        raise DTypeError(
-            f"{op}: {name} is {_name(given)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
-            "convert with .to()"
-        ) from None
 
 
 def _writable(out: Tensor, per_head: bool, op: str = "rmsnorm") -> None:

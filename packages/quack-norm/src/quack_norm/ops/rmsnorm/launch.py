@@ -13,9 +13,9 @@ from torch import Tensor
 from quack_core import torch_workspace
 from quack_core.errors import QuackError
 from quack_norm.ops import rows
+from quack_norm.ops.row_map.spec import MAX_ROWS
 
 from . import check, prepare, reference
-from .check import MAX_ROWS
 from .spec import STATISTICS
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None]

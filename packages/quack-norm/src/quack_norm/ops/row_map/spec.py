@@ -5,6 +5,13 @@ from typing import Protocol
 
 from quack_core import dtypes
 
+MAX_ROWS = 2**31 - 2**21
+"""Kernels count rows in 32 bits; offsets of elements have 64.
+
+The number of a row that would follow the last one is computed too, about 2**20 rows behind it at
+most: it must not wrap around.
+"""
+
 
 class RowSpec(Protocol):
     """Properties of an operator's frozen spec. Dtypes are torch's names.

@@ -60,7 +60,7 @@ def _call(
     if dtype is None:
         dtype = x.dtype
     elif dtype != x.dtype:
-        check.dtype(name, "dtype", dtype)
+        torch_op.check_dtype(name, "dtype", dtype)
         if dtype != torch.float32:  # a wider result needs no conversion of the input
             x = x.to(dtype)
     if x.dim() == 0:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quack_core import torch_op
-from quack_core.errors import UnsupportedError
 
 from . import check, launch, reference
 
@@ -65,7 +64,7 @@ def _forward_fake(x: Tensor, log: bool, scale: float, out_dtype: torch.dtype) ->
 def _check_forward(x: Tensor, log: bool, scale: float, out_dtype: torch.dtype) -> None:
     name = "log_softmax" if log else "softmax"
     check.operand(name, x, -1)
-    check.dtype(name, "dtype", out_dtype)
+    torch_op.check_dtype(name, "dtype", out_dtype)
 
 
 def _backward_cpu(
@@ -89,16 +88,9 @@ def _backward_fake(
     return torch.empty(out.shape, dtype=dx_dtype, device=out.device)
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise UnsupportedError(
-        "softmax: a second derivative was asked for",
-        "its backward cannot be differentiated",
-        "use torch.nn.functional.softmax for double backward",
-    )
-
-
-def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """The derivative of the backward only raises."""
+_no_second_derivative = torch_op.no_second_derivative(
+    "softmax", "use torch.nn.functional.softmax for double backward"
+)
 
 
 softmax_fwd = torch_op.register(
@@ -118,5 +110,4 @@ softmax_bwd = torch_op.register(
     cuda=_backward_cuda,
     fake=_backward_fake,
     backward=_no_second_derivative,
-    setup_context=_save_nothing,
 )

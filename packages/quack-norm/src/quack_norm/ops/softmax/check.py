@@ -2,13 +2,13 @@
 
 import numbers
 
-import torch
 from torch import Tensor
 
-from quack_core import dtypes, torch_op
+from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from quack_norm.ops.row_map.spec import MAX_ROWS
 
-from .spec import MAX_N, MAX_ROWS
+from .spec import MAX_N
 
 
 def operand(name: str, x: Tensor, dim: int) -> int:
@@ -22,7 +22,7 @@ def operand(name: str, x: Tensor, dim: int) -> int:
     """
     if not isinstance(x, Tensor):
         raise DTypeError(f"{name}: input is {type(x).__name__}: it must be a tensor")
-    dtype(name, "input", x.dtype)
+    torch_op.check_dtype(name, "input", x.dtype)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise DTypeError(f"{name}: dim is {type(dim).__name__}: it must be an int")
     rank = max(1, x.dim())
@@ -52,18 +52,6 @@ def row(name: str, what: str, x: Tensor, dim: int) -> None:
             f"kernels count at most {MAX_ROWS}",
             "split the batch",
         )
-
-
-def dtype(name: str, what: str, given: torch.dtype) -> None:
-    """Check that kernels take a dtype."""
-    try:
-        torch_op.dtype_name(given)
-    except DTypeError:
-        found = str(given).removeprefix("torch.")
-        raise DTypeError(
-            f"{name}: {what} is {found}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
-            "convert with .to()"
-        ) from None
 
 
 def scale(name: str, given: float) -> None:

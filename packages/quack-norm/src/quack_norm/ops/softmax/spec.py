@@ -8,9 +8,6 @@ from quack_norm.ops.row_map.spec import Vectors, full_vector
 MAX_N = 262144
 """Longest row: 16 CTAs (8 on SM120) hold it in registers."""
 
-MAX_ROWS = 2**31 - 2**21
-"""Kernels count rows in 32 bits, and about 2**20 numbers behind the last one."""
-
 
 @dataclass(frozen=True)
 class SoftmaxFwdSpec(Vectors):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quack_core import torch_op
-from quack_core.errors import UnsupportedError
 
 from . import check, launch, reference
 
@@ -84,16 +83,9 @@ def _backward_fake(
     return indices.new_empty((*indices.shape[:-1], n), dtype=dx_dtype)
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise UnsupportedError(
-        "topk: a second derivative was asked for",
-        "its backward cannot be differentiated",
-        "use torch.topk, and torch.nn.functional.softmax, for double backward",
-    )
-
-
-def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """The derivative of the backward only raises."""
+_no_second_derivative = torch_op.no_second_derivative(
+    "topk", "use torch.topk, and torch.nn.functional.softmax, for double backward"
+)
 
 
 topk_fwd = torch_op.register(
@@ -114,5 +106,4 @@ topk_bwd = torch_op.register(
     cuda=_backward_cuda,
     fake=_backward_fake,
     backward=_no_second_derivative,
-    setup_context=_save_nothing,
 )

@@ -5,7 +5,7 @@ import numbers
 import torch
 from torch import Tensor
 
-from quack_core import dtypes, torch_op
+from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 
 from .spec import MAX_K, MAX_N
@@ -24,7 +24,7 @@ def forward(x: Tensor, k: int, softmax: bool) -> None:
         UnsupportedError: no kernel is made for so long a row or so large a k.
     """
     _is_tensor("x", x)
-    _floating("x", x.dtype)
+    torch_op.check_dtype("topk", "x", x.dtype)
     if x.dim() == 0:
         raise ShapeError("topk: x has no dimension: it must be (..., N); use x.reshape(1)")
     if not isinstance(k, numbers.Integral) or isinstance(k, bool):
@@ -63,7 +63,7 @@ def backward(
                 f"{tuple(indices.shape)}"
             )
         if name != "indices":
-            _floating(name, tensor.dtype)
+            torch_op.check_dtype("topk", name, tensor.dtype)
     if indices.dtype != torch.int64:
         raise DTypeError(f"topk: indices are {_name(indices.dtype)}: they must be int64")
     if indices.dim() == 0 or not 1 <= indices.shape[-1] <= n:
@@ -71,7 +71,7 @@ def backward(
             f"topk: indices have shape {tuple(indices.shape)}, n is {n}: they must be (..., k) "
             "with k from 1 to n"
         )
-    _floating("dtype of dx", dx_dtype)
+    torch_op.check_dtype("topk", "dtype of dx", dx_dtype)
 
 
 def _fits(name: str, found: int, limit: int) -> None:
@@ -86,16 +86,6 @@ def _fits(name: str, found: int, limit: int) -> None:
 def _is_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise DTypeError(f"topk: {name} is {type(tensor).__name__}: it must be a tensor")
-
-
-def _floating(name: str, dtype: torch.dtype) -> None:
-    try:
-        torch_op.dtype_name(dtype)
-    except DTypeError:
-        raise DTypeError(
-            f"topk: {name} is {_name(dtype)}: it must be one of {', '.join(dtypes.SUPPORTED)}; "
-            "convert with .to()"
-        ) from None
 
 
 def _name(dtype: torch.dtype) -> str:
