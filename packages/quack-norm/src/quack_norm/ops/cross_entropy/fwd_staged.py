@@ -9,7 +9,6 @@ other waits for counters.
 import enum
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
@@ -73,6 +72,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
     """
 
     fill = -math.inf
+    carveout = 100
 
     def __init__(self, spec: CrossEntropyFwdSpec, config: FwdConfig):
         super().__init__(spec, config, barrier=Barrier.REDUCE)
@@ -86,38 +86,8 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
         return smoothed(online) if spec.smoothing else online
 
-    @cute.jit
-    def __call__(  # the launcher's messages use these names
-        self,
-        input: cute.Tensor,  # (M, V) or (M1, M0, V)
-        target: cute.Tensor,  # (M,)
-        weight: cute.Tensor | None,  # (V,)
-        losses: cute.Tensor,  # (M,), float32 unless they are the result
-        lse: cute.Tensor,  # (M,)
-        peak: cute.Tensor,  # (M,)
-        exp_sum: cute.Tensor,  # (M,)
-        total: cute.Tensor | None,  # (1,)
-        loss: cute.Tensor | None,  # (1,)
-        dx: cute.Tensor | None,  # like input
-        state: cute.Tensor | None,  # (3,)
-        ignore_index: Int64,
-        label_smoothing: Float32,
-        softcap: Float32,
-        z_loss: Float32,
-        groups: Int32,
-        stream: cuda.CUstream,
-    ):
-        results = Results(losses, lse, peak, exp_sum, total, loss, dx)
-        options = Options(ignore_index, label_smoothing, softcap, z_loss)
-        cluster = const_expr(self.tiling.cluster)
-        self.kernel(input, target, weight, results, state, options).launch(
-            grid=[cluster * num_rows(input), 1, 1],
-            block=[self.num_threads, 1, 1],
-            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
-            preferred_smem_carveout=100,
-            stream=stream,
-        )
+    def grid(self, rows: Int32, groups: Int32) -> Int32:
+        return self.tiling.cluster * rows
 
     @cute.kernel
     def kernel(

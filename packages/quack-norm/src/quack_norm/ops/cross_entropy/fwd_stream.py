@@ -6,7 +6,6 @@ the next row: reducing over the CTA costs no time.
 
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
@@ -49,6 +48,8 @@ class CrossEntropyStream(Losses, ReductionBase):
     blocks of memory that cover them, and shift them in registers.
     """
 
+    carveout = 10
+
     def __init__(self, spec: CrossEntropyFwdSpec, config: StreamConfig):
         online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
         super().__init__(config.tiling(spec), online, buffers=2)
@@ -56,36 +57,8 @@ class CrossEntropyStream(Losses, ReductionBase):
         self.shifted = spec.odd or spec.align < copy.CHUNK
         self.batches = -(-spec.n // self.tiling.n)
 
-    @cute.jit
-    def __call__(  # the launcher's messages use these names
-        self,
-        input: cute.Tensor,  # (M, V) or (M1, M0, V)
-        target: cute.Tensor,  # (M,)
-        weight: cute.Tensor | None,  # (V,)
-        losses: cute.Tensor,  # (M,), float32 unless they are the result
-        lse: cute.Tensor,  # (M,)
-        peak: cute.Tensor,  # (M,)
-        exp_sum: cute.Tensor,  # (M,)
-        total: cute.Tensor | None,  # (1,)
-        loss: cute.Tensor | None,  # (1,)
-        dx: cute.Tensor | None,  # None
-        state: cute.Tensor | None,  # (3,)
-        ignore_index: Int64,
-        label_smoothing: Float32,
-        softcap: Float32,
-        z_loss: Float32,
-        groups: Int32,
-        stream: cuda.CUstream,
-    ):
-        results = Results(losses, lse, peak, exp_sum, total, loss, dx)
-        options = Options(ignore_index, label_smoothing, softcap, z_loss)
-        self.kernel(input, target, weight, results, state, options).launch(
-            grid=[groups, 1, 1],
-            block=[self.num_threads, 1, 1],
-            min_blocks_per_mp=self.config.ctas_per_sm,
-            preferred_smem_carveout=10,
-            stream=stream,
-        )
+    def grid(self, rows: Int32, groups: Int32) -> Int32:
+        return groups
 
     @cute.kernel
     def kernel(

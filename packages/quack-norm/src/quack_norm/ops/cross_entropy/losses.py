@@ -2,15 +2,18 @@
 
 from typing import NamedTuple
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core.device import fast_math
 from quack_core.device.reduce import SUM, collect, cta_post, finite, warp_reduce
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.tiling import WARP
+from quack_norm.ops.row_map.base import num_rows
 
+from .config import FwdConfig, StreamConfig
 from .gradient import Label, Options, label_of
 from .spec import CrossEntropyFwdSpec
 
@@ -31,10 +34,49 @@ class Results(NamedTuple):
 
 
 class Losses:
-    """Methods of a kernel; ``num_threads`` of a CTA add up losses."""
+    """The launch of a kernel, and methods for it; ``num_threads`` of a CTA add up losses."""
 
     spec: CrossEntropyFwdSpec
+    config: FwdConfig | StreamConfig
     num_threads: int
+    carveout: int  # percent of an SM's memory that should be shared memory
+
+    def grid(self, rows: Int32, groups: Int32) -> Int32:
+        """CTAs to launch."""
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(  # the launcher's messages use these names
+        self,
+        input: cute.Tensor,  # (M, V) or (M1, M0, V)
+        target: cute.Tensor,  # (M,)
+        weight: cute.Tensor | None,  # (V,)
+        losses: cute.Tensor,  # (M,), float32 unless they are the result
+        lse: cute.Tensor,  # (M,)
+        peak: cute.Tensor,  # (M,)
+        exp_sum: cute.Tensor,  # (M,)
+        total: cute.Tensor | None,  # (1,)
+        loss: cute.Tensor | None,  # (1,)
+        dx: cute.Tensor | None,  # like input; None in a kernel without gradient
+        state: cute.Tensor | None,  # (3,)
+        ignore_index: Int64,
+        label_smoothing: Float32,
+        softcap: Float32,
+        z_loss: Float32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        results = Results(losses, lse, peak, exp_sum, total, loss, dx)
+        options = Options(ignore_index, label_smoothing, softcap, z_loss)
+        cluster = const_expr(self.config.cluster)
+        self.kernel(input, target, weight, results, state, options).launch(
+            grid=[self.grid(num_rows(input), groups), 1, 1],
+            block=[self.num_threads, 1, 1],
+            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=max(1, self.config.ctas_per_sm),
+            preferred_smem_carveout=self.carveout,
+            stream=stream,
+        )
 
     @property
     def early(self) -> bool:
