@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quack_core import arch, torch_op
 from quack_norm.ops.cross_entropy import rules
-from quack_norm.ops.cross_entropy.config import FwdConfig, StreamConfig
+from quack_norm.ops.cross_entropy.config import STATE_INTS, FwdConfig, StreamConfig
 from quack_norm.ops.cross_entropy.spec import CrossEntropyFwdSpec
 from quack_norm.ops.row_map.rules import fits
 
@@ -228,24 +228,23 @@ def explicit(case: Case, config: Any, run: Any, state: Tensor | None, groups: in
     """
     if case.op == AUTOGRAD:
         raise NotImplementedError("a configuration has no autograd: tune ce_fwd_dx")
-    counters = torch.zeros(3, dtype=torch.int32, device="cuda")
+    counters = torch.zeros(STATE_INTS, dtype=torch.int32, device="cuda")
 
     def results(b: Buffers) -> tuple[Tensor, ...]:
-        of_rows = torch.empty(4, len(b.target), dtype=torch.float32, device=b.x.device)
-        return (*of_rows, torch.empty_like(b.x) if case.op == FUSED else b.x.new_empty(len(b.x)))
+        of_rows = torch.empty(5, len(b.target), dtype=torch.float32, device=b.x.device)
+        return of_rows, torch.empty_like(b.x) if case.op == FUSED else b.x.new_empty(len(b.x))
 
     made = Kept(results)
 
     def launch(b: Buffers) -> tuple[Tensor, ...]:
-        losses, lse, peak, exp_sum, out = made(b)
+        of_rows, out = made(b)
+        lse, known, sums = of_rows[0], of_rows[:3], of_rows[3:]
         numbers = (IGNORED, 0.0, 1.0, 0.0, groups)
         if case.op == FORWARD:
-            none = (None,) * 4
-            run(b.x, b.target, None, out, lse, peak, exp_sum, *none, *numbers)
+            run(b.x, b.target, None, out, *known, *(None,) * 5, *numbers)
             return out, lse
-        total, loss = losses.new_empty(1), b.x.new_empty(1)
-        reduced = (total, loss, out, counters)
-        run(b.x, b.target, None, losses, lse, peak, exp_sum, *reduced, *numbers)
+        total, loss = lse.new_empty(1), b.x.new_empty(1)
+        run(b.x, b.target, None, None, *known, sums, total, loss, out, counters, *numbers)
         return loss.view(()), out
 
     return launch

@@ -19,6 +19,7 @@ from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import Layout, random
 from quack_norm.ops import rows
 from quack_norm.ops.cross_entropy import autograd, launch, reference
+from quack_norm.ops.cross_entropy.config import CHUNKS, STATE_INTS
 from quack_norm.ops.cross_entropy.spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec
 from quack_norm.ops.row_map import launch as row_launch
 
@@ -34,7 +35,7 @@ class Kernels:
     def __init__(self) -> None:
         self.loaded: list[Any] = []
         self.launches: list[Any] = []
-        self.state = torch.zeros(3, dtype=torch.int32)
+        self.state = torch.zeros(STATE_INTS, dtype=torch.int32)
 
     def load(self, module: str, spec: Any, config: Any, target: Any) -> Any:
         self.loaded.append(spec)
@@ -53,10 +54,11 @@ class Kernels:
         input: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        losses: Tensor,
+        losses: Tensor | None,
         lse: Tensor,
         peak: Tensor,
         exp_sum: Tensor,
+        sums: Tensor | None,
         total: Tensor | None,
         loss: Tensor | None,
         dx: Tensor | None,
@@ -70,20 +72,20 @@ class Kernels:
         assert groups == (min(target.numel(), RESIDENT) if stays else 0)
         count = self._rows(spec, input, target, weight, dx if spec.dx else None)
         assert (dx is None) is not spec.dx
-        results = (losses, lse, peak, exp_sum)
-        assert dense(losses, input.dtype if spec.reduction == "none" else F32, (count,))
-        assert all(dense(each, F32, (count,)) for each in results[1:])
-        assert len({each.data_ptr() for each in results}) == 4
+        assert all(dense(each, F32, (count,)) for each in (lse, peak, exp_sum))
+        assert len({each.data_ptr() for each in (lse, peak, exp_sum)}) == 3
         if spec.reduction == "none":
-            assert total is None and loss is None and state is None
+            assert losses is not None and dense(losses, input.dtype, (count,))
+            assert sums is None and total is None and loss is None and state is None
         else:
-            assert state is self.state
+            assert losses is None and state is self.state
+            assert sums is not None and dense(sums, F32, (2, max(count, CHUNKS)))
             assert total is not None and dense(total, F32, (1,))
             assert loss is not None and dense(loss, input.dtype, (1,))
         logits = input.reshape(-1, spec.n).clone()
         right = reference.forward(logits, target, weight, *options)
-        each = (options[0], "none", *options[2:])
-        losses.copy_(reference.forward(logits.float(), target, weight, *each)[0])
+        if losses is not None:
+            losses.copy_(right[0])
         for found, value in zip((lse, peak, exp_sum), right[1:4], strict=True):
             found.copy_(value)
         if total is not None and loss is not None:
@@ -279,7 +281,7 @@ def test_of_a_copy_the_gradient_takes_the_place(kernels: Kernels) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_like", counting)
         launch.forward(x, target, None, *Options().all(), want_dx=True)
-    assert sizes == [target.numel()] * 3
+    assert sizes == [target.numel()] * 2
 
 
 @pytest.mark.parametrize("want_dx", [False, True])

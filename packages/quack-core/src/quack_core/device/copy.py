@@ -7,8 +7,6 @@
   the vectors of a row move to or from such pieces, ``read_shifted`` and ``store_shifted`` do it.
 """
 
-import itertools
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
@@ -246,32 +244,41 @@ def load_shifted(
     high = load_piece(pointer, index - back + vec, count, vec, CHUNK)
     halves = (cute.recast_tensor(low, Uint32), cute.recast_tensor(high, Uint32))
     words = [half[i] for half in halves for i in range(num_words)]
-    found = _shift(words, back * (pointer.dtype.width // 8), 4 * num_words)
-    return _from_words(found, pointer.dtype)
+    width = const_expr(pointer.dtype.width)
+    return cute.recast_tensor(_shift(words, back * (width // 8), num_words, width), pointer.dtype)
 
 
-def read_shifted(pointer: cute.Pointer, num_bytes: Int32, vec: int) -> cute.Tensor:
-    """The ``vec`` elements that begin ``num_bytes`` behind an aligned address: registers (vec,).
+@cute.jit
+def read_shifted(
+    pointer: cute.Pointer,
+    num_bytes: Int32,
+    vec: cutlass.Constexpr[int],
+    passes: cutlass.Constexpr[int],
+    step: cutlass.Constexpr[int],
+) -> cute.Tensor:
+    """Vectors that begin ``num_bytes`` behind aligned addresses: registers (vec, passes).
 
     Whole 16-byte accesses that cover the elements, one more than they fill, and a shift in
     registers: word by word, banks of shared memory collide (8192 rows of 16383: 5 % slower).
 
     Args:
         pointer: into shared memory, a multiple of 16 bytes.
-        num_bytes: below 16, and whole elements.
+        num_bytes: below 16, and whole elements; the same in all lanes.
         vec: elements that fill 16 bytes, or a multiple of that.
+        passes: vectors.
+        step: elements from one to the next, whole vectors.
     """
-    num_words = vec * pointer.dtype.width // 32
-    source = cute.make_tensor(
-        aligned(cute.recast_ptr(pointer, dtype=Uint32), CHUNK),
-        cute.make_layout((WORDS, num_words // WORDS + 1)),
-    )
-    words = cute.make_rmem_tensor(source.shape, Uint32)
-    cute.autovec_copy(source, words)
-    listed = [words[i] for i in range(num_words + WORDS)]
-    return _from_words(_shift(listed, num_bytes, CHUNK)[:num_words], pointer.dtype)
+    dtype, num_words = pointer.dtype, const_expr(vec * pointer.dtype.width // 32)
+    found = cute.make_rmem_tensor((num_words, passes), Uint32)
+    selector = _selector(num_bytes, dtype.width)
+    for w in cutlass.range_constexpr(WORDS):
+        if num_bytes // 4 == w:
+            for p in cutlass.range_constexpr(passes):  # inside: fewer words are in registers at once
+                _put(found[None, p], _words_around(pointer + p * step, num_words)[w:], selector)
+    return cute.recast_tensor(found, dtype)
 
 
+@cute.jit
 def shift_pieces(pieces: cute.Tensor, num_bytes: Int32) -> cute.Tensor:
     """The consecutive vectors of a warp out of aligned pieces that begin below them.
 
@@ -282,21 +289,23 @@ def shift_pieces(pieces: cute.Tensor, num_bytes: Int32) -> cute.Tensor:
 
     Args:
         pieces: (vec, passes + 1), pieces of 16 bytes.
-        num_bytes: from a piece to the vector, below 16, and whole elements.
+        num_bytes: from a piece to the vector, below 16, and whole elements; the same in all lanes.
 
     Returns:
         (vec, passes)
     """
-    (vec, count), dtype, lane = pieces.shape, pieces.element_type, cute.arch.lane_idx()
+    dtype = pieces.element_type
     words = cute.recast_tensor(pieces, Uint32)  # (words, passes + 1)
-    vectors = cute.make_rmem_tensor(cute.make_layout((vec, count - 1)), dtype)
-    for p in range(count - 1):
-        own = [words[i, p] for i in range(WORDS)]
-        given = [_select(lane == 0, words[i, p + 1], own[i]) for i in range(WORDS)]
-        behind = [cute.arch.shuffle_sync(word, (lane + 1) % WARP) for word in given]
-        found = _shift(own + behind, num_bytes, CHUNK)[:WORDS]
-        vectors[None, p].store(_from_words(found, dtype).load())
-    return vectors
+    passes = const_expr(words.shape[1] - 1)
+    found = cute.make_rmem_tensor((WORDS, passes), Uint32)
+    selector = _selector(num_bytes, dtype.width)
+    for w in cutlass.range_constexpr(WORDS):
+        if num_bytes // 4 == w:
+            for p in cutlass.range_constexpr(passes):
+                own = [words[i, p] for i in range(WORDS)]
+                behind = _starts_behind(words, p, w if selector is None else w + 1)
+                _put(found[None, p], (own + behind)[w:], selector)
+    return cute.recast_tensor(found, dtype)
 
 
 @cute.jit
@@ -327,16 +336,16 @@ def store_shifted(
     if left > end:
         left = Int32(end)
     words = cute.recast_tensor(registers, Uint32)  # (words, passes)
-    for p in cutlass.range_constexpr(passes + 1):  # the last is the end of the warp's elements
-        own = [words[i, p] if p < passes else Uint32(0) for i in range(num_words)]
-        ends = [words[num_words - WORDS + i, min(p, passes - 1)] for i in range(WORDS)]
-        if const_expr(0 < p < passes):
-            earlier = [words[num_words - WORDS + i, p - 1] for i in range(WORDS)]
-            pairs = zip(earlier, ends, strict=True)
-            ends = [_select(lane == WARP - 1, before, word) for before, word in pairs]
-        before = [cute.arch.shuffle_sync(word, (lane + WARP - 1) % WARP) for word in ends]
-        padding = [Uint32(0)] * WORDS  # never reached: the distance is at most 16 bytes
-        piece = _from_words(_shift(before + own + padding, distance, 2 * CHUNK)[:num_words], dtype)
+    found = cute.make_rmem_tensor((num_words, passes + 1), Uint32)
+    selector = _selector(distance, dtype.width)
+    for w in cutlass.range_constexpr(1 if const_expr(dtype.width == 32) else 0, WORDS + 1):
+        if distance // 4 == w:
+            for p in cutlass.range_constexpr(passes + 1):  # the last: the end of the warp's elements
+                before = _ends_before(words, p, num_words - WORDS + w)
+                own = [words[i, p] if p < passes else Uint32(0) for i in range(num_words)]
+                _put(found[None, p], [*before, *own, Uint32(0)], selector)
+    for p in cutlass.range_constexpr(passes + 1):
+        piece = cute.recast_tensor(found[None, p], dtype)
         place = (p * WARP + lane) * vec - offset
         if const_expr(p < passes) or lane == 0:
             store_piece(piece, start, place, left, CHUNK)
@@ -381,26 +390,71 @@ def _access_bytes(vec: int, pointer: cute.Pointer, align: int) -> int:
     return access_elements(vec, width, align) * width // 8
 
 
-def _shift(words: list[Uint32], num_bytes: Int32, limit: int) -> list[Uint32]:
-    """The words that begin ``num_bytes`` (even, below ``limit``) further on."""
-    distance = limit // 8
-    while distance:
-        far = (num_bytes & (4 * distance)) != 0
-        pairs = zip(words, words[distance:], strict=False)
-        words = [_select(far, after, word) for word, after in pairs]
-        distance //= 2
-    selector = _select((num_bytes & 2) != 0, Uint32(0x5432), Uint32(0x3210))
-    pairs = itertools.pairwise(words)
-    return [Uint32(cute.arch.prmt(word, after, selector)) for word, after in pairs]
+@cute.jit
+def _shift(
+    words: list[Uint32],
+    num_bytes: Int32,
+    cases: cutlass.Constexpr[int],
+    width: cutlass.Constexpr[int],
+) -> cute.Tensor:
+    """The words that begin ``num_bytes`` further on: registers (words,), ``cases`` fewer.
+
+    A branch that all lanes take together: selecting word by word costs three times as much.
+
+    Args:
+        num_bytes: whole elements of ``width`` bits, below ``4 * cases``; the same in all lanes.
+    """
+    found = cute.make_rmem_tensor(const_expr(len(words) - cases), Uint32)
+    selector = _selector(num_bytes, width)
+    for w in cutlass.range_constexpr(cases):
+        if num_bytes // 4 == w:
+            _put(found, words[w:], selector)
+    return found
 
 
-def _from_words(words: list[Uint32], dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """32-bit words as registers of a dtype."""
-    registers = cute.make_rmem_tensor(len(words) * 32 // dtype.width, dtype)
-    target = cute.recast_tensor(registers, Uint32)
-    for i, word in enumerate(words):
+def _words_around(pointer: cute.Pointer, num_words: int) -> list[Uint32]:
+    """Words of shared memory from an aligned address on, and as many as an access has beyond."""
+    source = cute.make_tensor(
+        aligned(cute.recast_ptr(pointer, dtype=Uint32), CHUNK),
+        cute.make_layout((WORDS, num_words // WORDS + 1)),
+    )
+    words = cute.make_rmem_tensor(source.shape, Uint32)
+    cute.autovec_copy(source, words)
+    return [words[i] for i in range(num_words + WORDS)]
+
+
+def _starts_behind(words: cute.Tensor, p: int, count: int) -> list[Uint32]:
+    """The first words of the vector behind the lane's one of pass p."""
+    lane = cute.arch.lane_idx()
+    given = [_select(lane == 0, words[i, p + 1], words[i, p]) for i in range(count)]
+    return [cute.arch.shuffle_sync(word, (lane + 1) % WARP) for word in given]
+
+
+def _ends_before(words: cute.Tensor, p: int, first: int) -> list[Uint32]:
+    """The words from ``first`` on of the vector before the lane's one of pass p."""
+    (num_words, passes), lane = words.shape, cute.arch.lane_idx()
+    given = [words[i, min(p, passes - 1)] for i in range(first, num_words)]
+    if 0 < p < passes:
+        earlier = [words[i, p - 1] for i in range(first, num_words)]
+        pairs = zip(earlier, given, strict=True)
+        given = [_select(lane == WARP - 1, before, word) for before, word in pairs]
+    return [cute.arch.shuffle_sync(word, (lane + WARP - 1) % WARP) for word in given]
+
+
+def _selector(num_bytes: Int32, width: int) -> Uint32 | None:
+    """How a word is made of two neighbours: of both halves between, or of the first alone."""
+    if width == 32:
+        return None
+    return _select((num_bytes & 2) != 0, Uint32(0x5432), Uint32(0x3210))
+
+
+def _put(target: cute.Tensor, words: list[Uint32], selector: Uint32 | None) -> None:
+    """Write as many words as there is room for."""
+    for i in range(cute.size(target)):
+        word = words[i]
+        if selector is not None:
+            word = Uint32(cute.arch.prmt(word, words[i + 1], selector))
         target[i] = word
-    return registers
 
 
 @cute.jit

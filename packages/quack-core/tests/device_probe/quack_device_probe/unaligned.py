@@ -77,11 +77,8 @@ class Unaligned:
             around = copy.load_piece(pX, at - before, n, chunk, copy.CHUNK)
             copy.store_piece(around, shared, at, Int32(tiling.cols + chunk), copy.CHUNK)
         cute.arch.sync_threads()
-        registers = copy.make_registers(tiling, pX.dtype)
-        for p in cutlass.range_constexpr(tiling.passes):
-            place = tiling.start(thread) + p * tiling.step
-            num_bytes = before * (pX.dtype.width // 8)
-            registers[None, p].store(copy.read_shifted(shared + place, num_bytes, vec).load())
+        start, num_bytes = shared + tiling.start(thread), before * (pX.dtype.width // 8)
+        registers = copy.read_shifted(start, num_bytes, vec, tiling.passes, tiling.step)
         copy.store_shifted(registers, pY, tiling.start(thread // WARP * WARP), n)
 
 

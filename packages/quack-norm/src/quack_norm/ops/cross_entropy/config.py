@@ -8,6 +8,11 @@ from quack_norm.ops.row_map.config import REGISTERS, RowConfig
 
 from .spec import CrossEntropyFwdSpec
 
+CHUNKS = WARP
+"""Parts of all rows whose losses and weights are added up on their own."""
+STATE_INTS = 3 + CHUNKS
+"""Counters of a forward that reduces."""
+
 
 class FwdConfig(RowConfig):
     """Forward with the gradient, or with label smoothing."""

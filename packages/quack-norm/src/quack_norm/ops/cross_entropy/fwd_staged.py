@@ -1,9 +1,8 @@
 """Cross-entropy forward: rows of logits wait in shared memory, several CTAs on an SM.
 
-The reduction over rows is part of the launch: the CTA of the last row adds up the losses in a fixed
-order. A mean's gradient needs the sum of label weights before the first row is done: the CTA that
-draws the first ticket adds them up while logits arrive. One warp keeps these accounts, so that no
-other waits for counters.
+The reduction over rows is part of the launch: whichever CTA comes last adds up, in a fixed order. A
+mean needs the sum of label weights before its first gradient: while logits arrive, the CTAs that
+run first add it up together. One warp of each CTA keeps these accounts, so that no other waits.
 """
 
 import enum
@@ -12,7 +11,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quack_core.device import barrier, fast_math
 from quack_core.device.barrier import Phase
@@ -29,6 +28,7 @@ from quack_core.reduction.tiling import WARP
 from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer
 from quack_norm.ops.row_map.staged import RowMapStaged
 
+from . import chunks
 from .config import FwdConfig
 from .gradient import (
     Label,
@@ -38,6 +38,7 @@ from .gradient import (
     element,
     gradient,
     gradient_of_label,
+    log_of,
     log_sum_exp,
     powers,
     read_label,
@@ -46,12 +47,8 @@ from .gradient import (
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
-TICKETS, READY, ARRIVED = range(3)
-"""Counters of a launch: CTAs that began, whether the total is known, CTAs that are done."""
 PEAK, EXP_SUM, DISTANCES, WEIGHTS, TOTAL = range(5)
 """What the warps of a CTA tell one another of a row; the first four as in ``smoothed``."""
-IS_READY = -1
-"""In place of a ticket: the total is known already."""
 
 
 class Barrier(barrier.NamedBarrier):
@@ -66,8 +63,8 @@ class CrossEntropyFwd(Losses, RowMapStaged):
     Threads: the first ``threads_per_row`` compute; one more warp keeps the accounts.
     Shared memory: the CTA's logits, partial results, and what the warps tell one another.
     Synchronises: as ``RowMapStaged``, and one more CTA barrier; a barrier of the CTA whose class is
-    the label's. CTAs wait for the one with the first ticket, which runs already and waits for nobody.
-    Global state: ``TICKETS``, ``READY``, ``ARRIVED``, zero before and after a launch.
+    the label's. For a mean, CTAs wait for others that run already: see ``chunks``.
+    Global state: the counters of ``chunks``, zero before and after a launch.
     Traffic: logits and gradient once.
     """
 
@@ -112,25 +109,17 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         stages = (self._stage(smem, mX), None)
         exchange = self.allocate(smem)
         full = barrier.allocate_mbarriers(smem, self.batches)
-        warps = const_expr(self.num_threads // WARP)
-        sums = smem.allocate_tensor(Float32, cute.make_layout((1, warps, 1)), byte_alignment=16)
         facts = smem.allocate_tensor(Float32, cute.make_layout(5), byte_alignment=16)
-        answer = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
 
         # --- logits start to arrive
         barrier.init_mbarriers(full, self.batches, 1, tid)
         if tid < WARP:
             cute.arch.sync_warp()
             self._fetch(mX, None, stages[0], None, full, at, first, place[3])
-        if const_expr(self.early):
-            self._draw_ticket(mState, answer, tid)
         label = read_label(mT, mW, Int64(row), options.ignore_index, self.spec.n)
         logit = Float32(element(slice_pointer(mX, at, label.index))[0])  # before dx is there
         self.start_cluster(exchange, tid)
         cute.arch.sync_threads()
-        if const_expr(self.early):
-            if answer[0] == 0:
-                self._publish_total(mT, mW, results, mState, options, sums, tid)
 
         # --- maximum and sum
         if computes:
@@ -142,12 +131,16 @@ class CrossEntropyFwd(Losses, RowMapStaged):
                     facts[i] = known[i]
         else:
             self.join_cluster()
-            if const_expr(self.early):
-                self._await_total(results, mState, facts, answer, tid)
+            total = Float32(1.0)
+            if const_expr(self.spec.reduction == "mean"):
+                total = chunks.sum_of_weights(
+                    mT, mW, results.sums, mState.iterator, options.ignore_index, self.spec.n
+                )
+            if tid == self.tiling.num_threads:
+                facts[TOTAL] = total
         cute.arch.sync_threads()
 
         # --- the gradient; meanwhile, what is known of the row
-        last = (row == num_rows(mX) - 1) & (rank == 0)
         if computes:
             if const_expr(self.spec.dx):
                 if label.kept:
@@ -157,81 +150,36 @@ class CrossEntropyFwd(Losses, RowMapStaged):
                 else:
                     self._clear(results.dx, place)
         else:
-            self._account(results, mState, Int64(row), rank, last, label, logit, facts, options)
-
-        # --- the CTA of the last row waits for all others and adds up the losses
-        if const_expr(mState is not None):
-            if last:
-                cute.arch.sync_threads()
-                total = Float32(1.0)
-                if const_expr(self.early):
-                    total = facts[TOTAL]
-                elif const_expr(self.spec.reduction == "mean"):
-                    total = self.label_weights(mT, mW, options.ignore_index, sums, tid)
-                self.reduce_rows(total, results, mState, sums, tid)
-
-    # --- counters
-
-    @cute.jit
-    def _draw_ticket(self, mState: cute.Tensor, answer: cute.Tensor, tid: Int32):
-        """Ask whether the total is known; if not, draw a ticket. The accounting warp does."""
-        if tid == self.tiling.num_threads:
-            answer[0] = Int32(IS_READY)
-            if barrier.load_acquire(mState.iterator + READY) == 0:
-                answer[0] = cute.arch.atomic_add(
-                    mState.iterator + TICKETS, Int32(1), sem="relaxed", scope="gpu"
-                )
-
-    @cute.jit
-    def _publish_total(self, mT, mW, results: Results, mState, options: Options, sums, tid: Int32):
-        """Add up the weights of all labels, and tell the CTAs that wait for them."""
-        total = self.label_weights(mT, mW, options.ignore_index, sums, tid)
-        if tid == 0:
-            results.total[0] = total
-        barrier.semaphore_release(mState.iterator + READY, tid)
-
-    @cute.jit
-    def _await_total(self, results: Results, mState, facts: cute.Tensor, answer, tid: Int32):
-        """The accounting warp waits, on behalf of its CTA."""
-        if tid == self.tiling.num_threads:
-            ready = Int32(answer[0] == IS_READY)
-            while ready == 0:
-                ready = barrier.load_acquire(mState.iterator + READY)
-            facts[TOTAL] = results.total[0]
+            self._account(results, mState, row, rank, num_rows(mX), label, logit, facts, options)
 
     @cute.jit
     def _account(
         self,
         results: Results,
         mState,
-        row: Int64,
+        row: Int32,
         rank: Int32,
-        last: Boolean,
+        rows: Int32,
         label: Label,
         logit: Float32,
         facts: cute.Tensor,
         options: Options,
     ):
-        """Write what is known of the row, and count the CTA. The last one waits for the others:
-        all of them run or will, and wait for none but the first."""
-        if cute.arch.lane_idx() == 0:
-            if rank == 0:
-                peak, exp_sum = facts[PEAK], facts[EXP_SUM]
-                lse = log_sum_exp(peak, exp_sum)
-                z = capped(logit, self.spec, options)
-                loss = self.loss_of(label, z, facts, lse, options)
-                self.store(results, row, loss, lse, peak, exp_sum)
+        """Write what is known of the row; the last CTA of all adds up."""
+        lane = cute.arch.lane_idx()
+        if rank == 0 and lane == 0:
+            z = capped(logit, self.spec, options)
+            loss = self.store(results, Int64(row), label, z, facts, options)
             if const_expr(mState is not None):
-                arrived = mState.iterator + ARRIVED
-                if last:
-                    others = Int32(cute.size(results.losses)) * self.tiling.cluster - 1
-                    seen = barrier.load_acquire(arrived)
-                    while seen < others:
-                        seen = barrier.load_acquire(arrived)
-                else:  # without an answer: nothing waits for it
-                    cute.arch.red(
-                        arrived, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu"
-                    )
+                results.sums[chunks.LOSSES, row] = loss
+        if const_expr(mState is not None):
+            counters, cluster = mState.iterator, Int32(self.tiling.cluster)
+            if chunks.is_last(results.sums, counters, row, rows, cluster):
+                losses = chunks.sum_of_losses(results.sums, rows)
+                for i in cutlass.range(lane, cute.size(mState), WARP, unroll=1):
+                    mState[i] = Int32(0)
+                if lane == 0:
+                    self.store_reduced(results, losses, facts[TOTAL])
 
     # --- the reduction over classes
 
@@ -271,8 +219,10 @@ class CrossEntropyFwd(Losses, RowMapStaged):
     def _slope(self, label: Label, facts: cute.Tensor, options: Options):
         """Of this row; every thread works it out."""
         peak, exp_sum = facts[PEAK], facts[EXP_SUM]
-        incoming = fast_math.inverse(facts[TOTAL]) if self.early else Float32(1.0)
-        lse, weights = log_sum_exp(peak, exp_sum), facts[WEIGHTS]
+        incoming = Float32(1.0)
+        if self.spec.reduction == "mean":
+            incoming = fast_math.inverse(facts[TOTAL])
+        lse, weights = log_sum_exp(peak, log_of(exp_sum)), facts[WEIGHTS]
         return slope_of(label, finite(peak), exp_sum, lse, weights, incoming, self.spec, options)
 
     @cute.jit

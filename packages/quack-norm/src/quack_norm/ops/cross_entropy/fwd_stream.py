@@ -9,39 +9,46 @@ import math
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from quack_core.device import barrier, copy
+from quack_core.device import barrier, copy, fast_math
 from quack_core.device.reduce import (
     ONLINE_SOFTMAX,
     ONLINE_SOFTMAX_ROUNDED,
+    SUM2,
     Partial,
     collect,
     cta_post,
     finite,
     thread_max,
     thread_sum,
+    warp_reduce,
 )
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import WARP
-from quack_norm.ops.row_map.base import coordinates, existing, num_rows, slice_pointer
+from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer
 
 from .config import StreamConfig
-from .gradient import Options, capped, element, label_of, log_sum_exp, powers
+from .gradient import Options, capped, element, label_of, powers
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
-KEPT, ILLEGAL, ARRIVED = range(3)
-"""Counters of a launch: labels that count, illegal ones among them, CTAs that are done."""
+PAIR = 2
+"""Vectors that are reduced together: of more, too many float32 numbers are in registers."""
+AT_ONCE = 4
+"""Loads that a thread has under way where the last CTA adds up."""
+LOSS, LOST, WEIGHT = range(3)
+"""What a CTA adds up over its rows: losses, what rounding took from their sum, weights of labels."""
 
 
 class CrossEntropyStream(Losses, ReductionBase):
     """CTAs stay; each works on every so many-th row.
 
     Threads: a warp owns consecutive elements of a batch, each thread ``unroll`` vectors of them.
-    Shared memory: two sets of partial results, in turn, so that one barrier per row is enough.
-    Synchronises: one CTA barrier per row.
-    Global state: ``KEPT``, ``ILLEGAL``, ``ARRIVED``, zero before and after a launch.
+    Shared memory: two sets of partial results, in turn, so that one barrier per row is enough; the
+    CTA's sums over its rows.
+    Synchronises: one CTA barrier per row; the last CTA adds up what all have left in ``sums``.
+    Global state: the first counter, zero before and after a launch.
     Traffic: logits once.
 
     Rows of any alignment: threads own the same elements wherever a row lies. They read the 16-byte
@@ -76,13 +83,15 @@ class CrossEntropyStream(Losses, ReductionBase):
         rows = num_rows(mX)
         smem = cutlass.memory.SmemAllocator()
         exchange = self.allocate(smem)
-        warps = const_expr(self.num_threads // WARP)
-        sums = smem.allocate_tensor(Float32, cute.make_layout((1, warps, 1)), byte_alignment=16)
+        mine = smem.allocate_tensor(Float32, cute.make_layout(3), byte_alignment=16)
         answer = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        if const_expr(mState is not None):
+            if tid == 0:
+                mine.fill(0.0)
 
         layout = cute.make_layout((self.tiling.vec, self.config.unroll + self.shifted))
-        now, ahead = (cute.make_rmem_tensor(layout, mX.element_type) for _ in range(2))
-        target, turn, kept, illegal = Int64(0), Int32(0), Int32(0), Int32(0)
+        ahead = cute.make_rmem_tensor(layout, mX.element_type)
+        cta, target, turn = row, Int64(0), Int32(0)
         if row < rows:
             self._fetch(mX, row, Int32(0), tid, ahead)
             target = Int64(mT[Int64(row)])
@@ -91,15 +100,15 @@ class CrossEntropyStream(Losses, ReductionBase):
             logit = Float32(element(slice_pointer(mX, coordinates(mX, row), label.index))[0])
             total = self.reduction.neutral()
             for b in cutlass.range(1, self.batches, unroll=1):
-                now.store(ahead.load())
+                values = self._take(ahead, mX, row)
                 self._fetch(mX, row, b, tid, ahead)
-                total = self._absorb(total, mX, row, b - 1, tid, now, options)
-            now.store(ahead.load())
+                total = self._absorb(total, b - 1, tid, values, options)
+            values = self._take(ahead, mX, row)
             after = row + step
             if after < rows:
                 self._fetch(mX, after, Int32(0), tid, ahead)
                 target = Int64(mT[Int64(after)])
-            total = self._absorb(total, mX, row, Int32(self.batches - 1), tid, now, options)
+            total = self._absorb(total, Int32(self.batches - 1), tid, values, options)
 
             partials = exchange.warps[None, None, None, turn]
             cta_post(self.reduction.within_warp(total, WARP), partials, tid // WARP, Int32(0))
@@ -107,32 +116,37 @@ class CrossEntropyStream(Losses, ReductionBase):
             if tid < WARP:
                 known = collect(partials, self.reduction, Int32(0))
                 if tid == 0:
-                    lse = log_sum_exp(known[0], known[1])
                     z = capped(logit, self.spec, options)
-                    loss = self.loss_of(label, z, known, lse, options)
-                    self.store(results, Int64(row), loss, lse, known[0], known[1])
-            kept += Int32(label.kept)
-            illegal += Int32(label.factor != label.factor)
+                    loss = self.store(results, Int64(row), label, z, known, options)
+                    if const_expr(mState is not None):
+                        _add(mine, loss, label.factor)
             turn, row = turn ^ 1, after
 
         if const_expr(mState is not None):
-            if tid == 0:
-                count(mState.iterator + KEPT, kept)
-                count(mState.iterator + ILLEGAL, illegal)
-            if barrier.last_arrival(mState.iterator + ARRIVED, step, answer, tid):
-                total = self._total(mT, mW, mState, options, sums, tid)
-                self.reduce_rows(total, results, mState, sums, tid)
+            self._reduce_rows(results, mState, mine, answer, exchange, cta, step, tid)
 
     @cute.jit
-    def _total(self, mT, mW, mState, options: Options, sums: cute.Tensor, tid: Int32) -> Float32:
-        """What the sum of losses is divided by; counting needs no order, adding up weights does."""
-        total = Float32(1.0)
-        if const_expr(self.spec.reduction == "mean" and mW is None):
-            total = Float32(mState[KEPT])
-            total = Float32(math.nan) if mState[ILLEGAL] > 0 else total
-        elif const_expr(self.spec.reduction == "mean"):
-            total = self.label_weights(mT, mW, options.ignore_index, sums, tid)
-        return total
+    def _reduce_rows(self, results: Results, mState, mine, answer, exchange, cta, ctas, tid: Int32):
+        """Leave the CTA's sums to the last CTA, which adds up all."""
+        sums = results.sums
+        if tid == 0:
+            lost = mine[LOST] if mine[LOST] == mine[LOST] else Float32(0.0)  # inf - inf
+            sums[0, cta], sums[1, cta] = mine[LOSS] + lost, mine[WEIGHT]
+        if barrier.last_arrival(mState.iterator, ctas, answer, tid):
+            loss, weight = Float32(0.0), Float32(0.0)
+            for first in cutlass.range(tid, ctas, AT_ONCE * self.num_threads, unroll=1):
+                places = [first + i * self.num_threads for i in range(AT_ONCE)]
+                pairs = [[sums[i, cutlass.min(p, ctas - 1)] for i in range(2)] for p in places]
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    if places[i] < ctas:
+                        loss, weight = loss + pairs[i][0], weight + pairs[i][1]
+            partials = exchange.warps[None, None, None, 0]
+            cta_post(warp_reduce((loss, weight), SUM2), partials, tid // WARP, Int32(0))
+            cute.arch.sync_threads()
+            loss, weight = collect(partials, SUM2, Int32(0))
+            if tid == 0:
+                one = Float32(1.0)
+                self.store_reduced(results, loss, weight if self.spec.reduction == "mean" else one)
 
     @cute.jit
     def _fetch(self, mX: cute.Tensor, row: Int32, b: Int32, tid: Int32, pieces: cute.Tensor):
@@ -150,23 +164,44 @@ class CrossEntropyStream(Losses, ReductionBase):
             pieces[None, u].store(piece.load())
 
     @cute.jit
-    def _absorb(
-        self, total: Partial, mX, row: Int32, b: Int32, tid: Int32, pieces: cute.Tensor, options
-    ) -> Partial:
-        """Reduce what has been loaded."""
-        tiling, vectors = const_expr(self.tiling), pieces
+    def _take(self, pieces: cute.Tensor, mX: cute.Tensor, row: Int32) -> cute.Tensor:
+        """The thread's vectors out of what has been loaded, in registers of their own."""
         if const_expr(self.shifted):
             pointer = slice_pointer(mX, coordinates(mX, row), Int32(0))
-            offset = copy.vector_offset(pointer, tiling.vec) * (pointer.dtype.width // 8)
+            offset = copy.vector_offset(pointer, self.tiling.vec) * (pointer.dtype.width // 8)
             vectors = copy.shift_pieces(pieces, offset)
+        else:
+            vectors = cute.make_rmem_tensor(pieces.layout, pieces.element_type)
+            vectors.store(pieces.load())
+        return vectors
+
+    @cute.jit
+    def _absorb(
+        self, total: Partial, b: Int32, tid: Int32, vectors: cute.Tensor, options: Options
+    ) -> Partial:
+        """Reduce them."""
+        tiling = const_expr(self.tiling)
+        if const_expr(self.shifted):
             self._clear(vectors, b * tiling.n + tiling.start(tid))
-        z = capped(vectors.load().to(Float32), self.spec, options)
-        if const_expr(self.spec.softcap):  # which makes a number of what lies beyond the row
-            exists = existing(tiling, tid, self.spec.n - b * tiling.n)
-            z = cute.where(exists, z, cute.full_like(z, -math.inf))
-        largest = thread_max(z)
-        partial = (largest, thread_sum(powers(z - finite(largest), self.spec)))
-        return self.reduction.combine(total, partial)
+        for u in cutlass.range_constexpr(0, self.config.unroll, PAIR):
+            shape = const_expr((tiling.vec, min(PAIR, self.config.unroll - u)))
+            some = cute.make_tensor(vectors[None, u].iterator, cute.make_layout(shape))
+            z = capped(some.load().to(Float32), self.spec, options)
+            if const_expr(self.spec.softcap):  # which makes a number of what lies beyond the row
+                exists = self._exist(some, b * tiling.n + tiling.start(tid) + u * tiling.step)
+                z = cute.where(exists, z, cute.full_like(z, -math.inf))
+            largest = thread_max(z)
+            partial = (largest, thread_sum(powers(z - finite(largest), self.spec)))
+            total = self.reduction.combine(total, partial)
+        return total
+
+    def _exist(self, vectors: cute.Tensor, first: Int32) -> cute.TensorSSA:
+        """Which elements of vectors lie within the row."""
+        found = cute.make_rmem_tensor(vectors.shape, Boolean)
+        for p in range(vectors.shape[1]):
+            for v in range(vectors.shape[0]):
+                found[v, p] = first + p * self.tiling.step + v < self.spec.n
+        return found.load()
 
     @cute.jit
     def _clear(self, vectors: cute.Tensor, first: Int32):
@@ -176,9 +211,11 @@ class CrossEntropyStream(Losses, ReductionBase):
             copy.clear_outside(vectors[None, u], first + u * self.tiling.step, n, -math.inf)
 
 
-def count(counter: cute.Pointer, number: Int32) -> None:
-    """Add to a counter; the answer is not waited for."""
-    cute.arch.red(counter, number, op="add", dtype=Int32, sem="relaxed", scope="gpu")
+def _add(sums: cute.Tensor, loss: Float32, weight: Float32) -> None:
+    """Add a row to the CTA's sums; one thread."""
+    total, lost = fast_math.two_sum(sums[LOSS], loss)
+    sums[LOSS], sums[LOST] = total, sums[LOST] + lost
+    sums[WEIGHT] = sums[WEIGHT] + weight
 
 
 def build(spec: CrossEntropyFwdSpec, config: StreamConfig) -> tuple[CrossEntropyStream, tuple]:

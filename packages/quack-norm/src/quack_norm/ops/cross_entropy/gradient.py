@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core.device import fast_math
+from quack_core.device.reduce import finite
 
 from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec
 
@@ -149,10 +150,16 @@ def gradient_of_label(x: Float32, weight: Float32, slope: Slope, spec: Spec, opt
 
 
 @cute.jit
-def log_sum_exp(peak: Float32, exp_sum: Float32) -> Float32:
-    """An infinite peak is the log-sum-exp itself; the sum is NaN or 0 then."""
-    infinite = (peak == Float32(math.inf)) | (peak == Float32(-math.inf))
-    return peak if infinite else peak + fast_math.log(exp_sum)
+def log_of(exp_sum: Float32) -> Float32:
+    """Natural logarithm of a sum of powers: precise where the largest is one of them, so 1."""
+    precise = fast_math.log_rounded(exp_sum, Float32(0.0))
+    return precise if exp_sum >= Float32(1.0) else fast_math.log(exp_sum)
+
+
+@cute.jit
+def log_sum_exp(peak: Float32, log_sum: Float32) -> Float32:
+    """An infinite peak is the log-sum-exp itself: the sum is NaN then, or 0 unless a logit is NaN."""
+    return peak if peak == Float32(math.inf) else finite(peak) + log_sum
 
 
 def element(pointer: cute.Pointer) -> cute.Tensor:

@@ -20,12 +20,10 @@ from quack_norm.ops.row_map.launch import (
 )
 
 from . import reference, rules
+from .config import CHUNKS, STATE_INTS
 from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-
-STATE_INTS = 3
-"""Counters of a forward that reduces."""
 
 # The keys hold dtypes, ranks, the number of classes and flags: their number is bounded.
 _launchers: dict[tuple[Any, ...], Launcher] = {}
@@ -82,24 +80,29 @@ def forward(
     # In their final shapes: a view could not be changed in place where autograd records it.
     lse = torch.empty(target.shape, dtype=torch.float32, device=input.device)
     peak, exp_sum = torch.empty_like(lse), torch.empty_like(lse)
-    losses = torch.empty_like(lse, dtype=input.dtype if reduction == "none" else None)
-    loss = total = None
-    if reduction != "none":
+    losses = sums = loss = total = None
+    if reduction == "none":
+        losses = torch.empty_like(lse, dtype=input.dtype)
+    else:
         loss, total = input.new_empty(()), lse.new_empty(())
+        sums = lse.new_empty((2, max(target.numel(), CHUNKS)))
     launch(
         packed,
         _flat(target),
         _columns(weight),
-        _flat(losses),
+        None if losses is None else _flat(losses),
         _flat(lse),
         _flat(peak),
         _flat(exp_sum),
+        sums,
         None if total is None else total.view(1),
         None if loss is None else loss.view(1),
         dx,
         *_numbers(ignore_index, label_smoothing, softcap, z_loss),
     )
-    return losses if loss is None else loss, lse, peak, exp_sum, total, dx
+    found = losses if loss is None else loss
+    assert found is not None
+    return found, lse, peak, exp_sum, total, dx
 
 
 def backward(
@@ -246,12 +249,12 @@ def _forward_launcher(spec: CrossEntropyFwdSpec, device: int) -> Launcher:
 
         def launch(*operands: Any) -> None:
             state = torch_workspace.counters(device, STATE_INTS) if reduces else None
-            groups = min(operands[3].numel(), resident)
-            function(*operands[:10], state, *operands[10:], groups)
+            groups = min(operands[1].numel(), resident)
+            function(*operands[:11], state, *operands[11:], groups)
 
         return on_device(launch, device)
 
-    return Aligned(kernel, lambda input, *rest: _alignment(spec, input, rest[8]))
+    return Aligned(kernel, lambda input, *rest: _alignment(spec, input, rest[9]))
 
 
 def _backward_launcher(spec: CrossEntropyBwdSpec, device: int) -> Launcher:

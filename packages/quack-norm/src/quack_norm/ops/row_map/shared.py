@@ -57,13 +57,11 @@ def read(
     """
     if not shifted:
         return copy.load_vectors(shared, tiling, thread, copy.CHUNK, pred, fill)
-    registers = copy.make_registers(tiling, source.dtype)
-    num_bytes = bytes_beyond(source)
+    start, num_bytes = shared + tiling.start(thread), bytes_beyond(source)
+    registers = copy.read_shifted(start, num_bytes, tiling.vec, tiling.passes, tiling.step)
     for p in range(tiling.passes):
         index = tiling.start(thread) + p * tiling.step
-        piece = copy.read_shifted(shared + index, num_bytes, tiling.vec)
-        copy.clear_outside(piece, index, count, fill)
-        registers[None, p].store(piece.load())
+        copy.clear_outside(registers[None, p], index, count, fill)
     return registers
 
 
