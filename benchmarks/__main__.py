@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks SUITE``, ``tune``, ``report``, ``compare``, ``merge``."""
+"""Command line: ``python -m benchmarks SUITE``, ``tune``, ``profile``, ``report``, ``compare``, ``merge``."""
 
 import argparse
 import sys
@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--limit", type=int, default=0, help="at most so many configurations")
     tune.add_argument("--opts", default="w=bf16", help="only such cases; empty for all")
+    profile = commands.add_parser("profile", help="DRAM throughput of our kernels, by ncu")
+    _output(profile)
+    profile.add_argument("suite", choices=sorted(shapes.SUITES))
+    profile.add_argument("shapes", help="such as 8192x32000, or several")
+    profile.add_argument("--opts", default="", help="only such cases; empty for all")
+    profile.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     for name, text in (("host", "host time of a call"), ("calibration", "what the machine can do")):
         one = commands.add_parser(name, help=text)
         _output(one)
@@ -91,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command in ("host", "calibration"):
         return _machine(args)
     cases = _cases(args)
+    if args.command == "profile":
+        return _profile(args, cases, given)
     if getattr(args, "list", False):
         print("\n".join(case.label for case in cases))
         return 0
@@ -103,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list[shapes.Case]:
-    suite = args.suite if args.command == "tune" else args.command
+    suite = args.suite if args.command in ("tune", "profile") else args.command
     cases = shapes.cases(suite, args.shapes, getattr(args, "smoke", False))
     wanted = (args.opts or "").split()
     return [case for case in cases if all(_has(case, option) for option in wanted)]
@@ -192,9 +200,7 @@ def _machine(args: argparse.Namespace) -> int:
 
     if not device.available():
         return NO_GPU
-    base = record.Record("", "", [], "", {}, "")
-    base.gpu, base.date = device.gpu_name(), record.today()
-    base.commit = args.commit or record.commit()
+    base = _base(args)
     if args.command == "host":
         records = host.run(base, host.CALLS // (10 if args.smoke else 1))
         print(host.text(records))
@@ -202,6 +208,36 @@ def _machine(args: argparse.Namespace) -> int:
         records = calibration.run(base, args.rounds, args.smoke)
     record.merge(args.out / device.folder(base.gpu) / f"{args.command}.jsonl", records)
     return 0
+
+
+def _profile(args: argparse.Namespace, cases: Sequence[shapes.Case], argv: Sequence[str]) -> int:
+    from . import device, profile
+    from .progress import table
+
+    if not device.available():
+        return NO_GPU
+    if args.profiled:
+        profile.profiled(cases)
+        return 0
+    records = profile.run(_base(args), args.suite, cases, argv)
+    for one in records:
+        record.merge(args.out / device.folder(one.gpu) / f"{one.op}.jsonl", [one])
+    rows = [
+        (case.label, one.note, f"{one.us['median']:.1f}", f"{one.dram_pct:.1f}")
+        for case, one in zip(cases, records, strict=False)
+    ]
+    print(table(("row", "kernel", "us", "DRAM %"), rows))
+    return 0 if records else 1
+
+
+def _base(args: argparse.Namespace) -> record.Record:
+    """What all records of a run say."""
+    from . import device
+
+    base = record.Record("", "", [], "", {}, "")
+    base.gpu, base.date = device.gpu_name(), record.today()
+    base.commit, base.versions = args.commit or record.commit(), device.versions("quack-norm")
+    return base
 
 
 def _report(args: argparse.Namespace) -> int:

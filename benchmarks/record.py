@@ -20,7 +20,7 @@ class Record:
 
     ``status`` is ok, wrong, unsupported, compile-error, oom, crash or hang; without ok there is no
     time. ``us`` are microseconds of one call. ``verdict``, ``best_peer`` and ``spread`` stand in our
-    own rows. ``err`` is the largest error as a fraction of its bound, ``err_peer`` the best peer's.
+    own rows. ``dram_pct`` is what a profiler saw of the peak throughput of device memory. ``err`` is the largest error as a fraction of its bound, ``err_peer`` the best peer's.
     """
 
     suite: str
@@ -41,6 +41,7 @@ class Record:
     rate: float = 0.0
     rate_unit: str = "TB/s"
     floor_us: float = 0.0
+    dram_pct: float = 0.0
     copy_us: float = 0.0
     copy_kernel: str = ""
     best_peer: str = ""

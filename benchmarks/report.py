@@ -112,6 +112,12 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+PROFILED = """\
+Nsight Compute, one call with empty caches; `python -m benchmarks profile SUITE SHAPES`. The peak is
+what the memory's clock and width allow, not what a copy reaches. Writes that are still in the L2
+when a kernel ends are not counted."""
+
+
 def readme_block(records: Sequence[Record]) -> str:
     """What stands between the markers of README.md."""
     parts = []
@@ -137,9 +143,29 @@ def docs_block(records: Sequence[Record], plots: Sequence[str] = ()) -> str:
         parts += [f"![{title}: {name}]({name})" for name in of_suite]
         parts.append(full_table(found))
         parts += _failures(found)
+    if table := profile_table(records):
+        parts += ["## In a profiler", PROFILED, table]
     if parts:
         parts += [f"## {quoted.TITLE}", quoted.NOTE, quoted.table(records)]
     return "\n\n".join(parts)
+
+
+def profile_table(records: Sequence[Record]) -> str:
+    """What a profiler saw of our kernels; empty without such records."""
+    seen = [one for one in records if one.dram_pct]
+    if not seen:
+        return ""
+    header = ["operator", "M x N", "us", "DRAM TB/s", "% of its peak"]
+    lines = [_line(header), _line(["---", "---", "---:", "---:", "---:"])]
+    for one in seen:
+        shape = " ".join(["x".join(map(str, one.shape)), *_opts(one)])
+        cells = [one.op, shape, _time(one), f"{one.rate:.2f}", f"{one.dram_pct:.1f}"]
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _opts(one: Record) -> list[str]:
+    return [f"{name}={value}" for name, value in one.opts.items()]
 
 
 def _failures(found: Sequence[Row]) -> list[str]:

@@ -200,7 +200,14 @@ def test_quoted_figures_stand_beside_ours_or_say_that_ours_are_missing() -> None
     assert ours["RMSNorm forward against torch"][1].startswith("up to 1.5x torch (at 8192x4096)")
     assert ours["Memory at 1024 rows"] == ("35 % less", "not measured")
     assert ours["Softmax against torch"] == ("2.3x", "not measured")
-    assert ours["Share of the bandwidth, in a profiler"][1] == (
-        "not measured with a profiler; by time up to 4.47 TB/s of minimal bytes, "
-        "1.100 of a copy's (at 8192x4096)"
+    assert ours["Share of the bandwidth, in a profiler"] == ("89.7 %", "not measured")
+    seen = [
+        make("ours", n, 10.0, suite="norm_fwd_profile", dram_pct=share, rate=4.0)
+        for n, share in ((4096, 90.25), (8192, 91.5))
+    ]
+    assert "91.5 % (at 8192x8192)" in quoted.table(seen)
+    assert report.profile_table(seen).splitlines()[-1] == (
+        "| rmsnorm_fwd | 8192x8192 w=bf16 | 10.0 | 4.00 | 91.5 |"
     )
+    assert "## In a profiler" in report.docs_block([*found, *seen])
+    assert report.profile_table(found) == ""

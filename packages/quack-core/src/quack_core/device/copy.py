@@ -9,7 +9,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from quack_core.reduction.tiling import WARP, RowTiling
@@ -273,7 +273,9 @@ def read_shifted(
     selector = _selector(num_bytes, dtype.width)
     for w in cutlass.range_constexpr(WORDS):
         if num_bytes // 4 == w:
-            for p in cutlass.range_constexpr(passes):  # inside: fewer words are in registers at once
+            for p in cutlass.range_constexpr(
+                passes
+            ):  # inside: fewer words are in registers at once
                 _put(found[None, p], _words_around(pointer + p * step, num_words)[w:], selector)
     return cute.recast_tensor(found, dtype)
 
@@ -340,7 +342,9 @@ def store_shifted(
     selector = _selector(distance, dtype.width)
     for w in cutlass.range_constexpr(1 if const_expr(dtype.width == 32) else 0, WORDS + 1):
         if distance // 4 == w:
-            for p in cutlass.range_constexpr(passes + 1):  # the last: the end of the warp's elements
+            for p in cutlass.range_constexpr(
+                passes + 1
+            ):  # the last: the end of the warp's elements
                 before = _ends_before(words, p, num_words - WORDS + w)
                 own = [words[i, p] if p < passes else Uint32(0) for i in range(num_words)]
                 _put(found[None, p], [*before, *own, Uint32(0)], selector)
@@ -388,6 +392,18 @@ def _check_power_of_two(vec: int) -> None:
 def _access_bytes(vec: int, pointer: cute.Pointer, align: int) -> int:
     width = pointer.dtype.width
     return access_elements(vec, width, align) * width // 8
+
+
+def widened(registers: cute.Tensor) -> cute.TensorSSA:
+    """Values as float32. Of two bfloat16 numbers in a word, one shift and one mask make it: the
+    conversion takes three instructions."""
+    if registers.element_type is not BFloat16:
+        return registers.load().to(Float32)
+    words = cute.recast_tensor(registers, Uint32)
+    found = cute.make_rmem_tensor(registers.shape, Uint32)
+    for i in range(cute.size(words)):
+        found[2 * i], found[2 * i + 1] = words[i] << 16, words[i] & Uint32(0xFFFF0000)
+    return cute.recast_tensor(found, Float32).load()
 
 
 @cute.jit

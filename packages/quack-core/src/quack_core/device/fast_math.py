@@ -59,6 +59,12 @@ def exp(x: Float32) -> Float32:
     return exp2(x * Float32(LOG2_E))
 
 
+def exp_beyond(x: Values, shift: Float32) -> Values:
+    """e ** x / 2 ** shift: the exponent of 2 is rounded once, whatever the sizes of x and shift."""
+    exponent = cute.math.fma(x, _like(x, LOG2_E), _like(x, -shift))
+    return cute.math.exp2(exponent, fastmath=True)
+
+
 def exp_rounded(x: Values) -> Values:
     """e ** x, x <= 0, to little more than half an ulp; results below 2 ** -126.5 are 0."""
     t, power = exp_parts(x)
@@ -80,9 +86,6 @@ def exp_parts(x: Values) -> tuple[Values, Values]:
     (least squares at Chebyshev nodes) is off by 2 ** -26 of the result.
     """
 
-    def fma(a, b, c) -> Values:
-        return cute.math.fma(*(_like(x, v) if isinstance(v, float) else v for v in (a, b, c)))
-
     x = cute.math.max(x, _like(x, -105.0), propagate_nan=True)  # no inf - inf; 2 ** n is 0 there
     n = fma(x, LOG2_E, INTEGERS) - INTEGERS  # rounded to an integer
     r = fma(n, -LN_2_LOW, fma(n, -LN_2_HIGH, x))
@@ -90,6 +93,14 @@ def exp_parts(x: Values) -> tuple[Values, Values]:
     for coefficient in EXP_COEFFICIENTS[-2::-1]:
         q = fma(q, r, coefficient)
     return fma(q, r * r, r), cute.math.exp2(n, fastmath=True)
+
+
+def fma(a: Values | float, b: Values | float, c: Values | float) -> Values:
+    """a * b + c, rounded once; numbers stand for vectors of them where one operand is a vector."""
+    given = (a, b, c)
+    vectors = [v for v in given if isinstance(v, cute.TensorSSA)]
+    like = vectors[0] if vectors else Float32(0.0)
+    return cute.math.fma(*(v if isinstance(v, cute.TensorSSA) else _like(like, v) for v in given))
 
 
 def _like(x: Values, value: float | Float32) -> Values:

@@ -10,20 +10,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from quack_core.device import barrier
 from quack_core.device.reduce import SUM, warp_reduce
 from quack_core.reduction.tiling import WARP
 
 from .config import CHUNKS
-from .gradient import label_of
+from .gradient import Options, label_of
 
-DRAWN, WEIGHED, DONE, ROWS = range(4)
-"""Counters: chunks whose weights somebody adds up, and those that are added up; chunks whose losses
-are added up; from the last on, CTAs of each chunk that are done."""
+TOTAL, DRAWN, WEIGHED, DONE, ROWS = range(5)
+"""Counters: the sum of all weights, as `_encoded`; chunks whose weights somebody adds up, and those
+that are added up; chunks whose losses are added up; from the last on, rows of each chunk that are
+done."""
 LOSSES, WEIGHTS = range(2)
 """Rows of the scratch ``sums``: losses, then of chunks, at their first rows; weights of chunks."""
 AT_ONCE = 8
 """Loads that a lane has under way."""
+
+
+def announced_total(counters: cute.Pointer) -> Int32:
+    """What `sum_of_weights` asks first: early, so that the answer is there when it is called."""
+    return cute.arch.load(counters + TOTAL, Int32, sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -32,47 +37,49 @@ def sum_of_weights(
     mW: cute.Tensor | None,
     sums: cute.Tensor,
     counters: cute.Pointer,
-    ignore_index: Int64,
+    announced: Int32,
+    options: Options,
     num_classes: cutlass.Constexpr[int],
 ) -> Float32:
     """Sum of the weights of all labels that count, in every lane.
 
-    A warp adds up chunks as long as there are any left, then waits for those that others have drawn:
-    they run already, and wait for nobody before they are done with them.
+    Unless it is announced, a warp adds up chunks as long as there are any left, then waits for those
+    that others have drawn: they run already, and wait for nobody before they are done with them.
     """
-    lane, chunk = cute.arch.lane_idx(), Int32(CHUNKS)
-    if lane == 0:
-        if barrier.load_acquire(counters + WEIGHED) < CHUNKS:
+    lane = cute.arch.lane_idx()
+    announced = cute.arch.shuffle_sync(announced, 0)
+    if announced == 0:
+        chunk = _draw(counters)
+        while chunk < CHUNKS:
+
+            def weight(row: Int32) -> Float32:
+                return label_of(Int64(mT[Int64(row)]), mW, options.ignore_index, num_classes).factor
+
+            total, last = _sum_of_chunk(weight, chunk, Int32(cute.size(mT))), Int32(0)
+            if lane == 0:
+                sums[WEIGHTS, chunk] = total
+                last = Int32(_arrive(counters + WEIGHED) == CHUNKS - 1)
+            if cute.arch.shuffle_sync(last, 0) != 0:
+                cute.arch.sync_warp()
+                total = warp_reduce((Float32(sums[WEIGHTS, lane]),), SUM)[0]
+                if lane == 0:
+                    code = _encoded(total)
+                    cute.arch.store(counters + TOTAL, code, sem="relaxed", scope="gpu")
             chunk = _draw(counters)
-    chunk = cute.arch.shuffle_sync(chunk, 0)
-    while chunk < CHUNKS:
-
-        def weight(row: Int32) -> Float32:
-            return label_of(Int64(mT[Int64(row)]), mW, ignore_index, num_classes).factor
-
-        total = _sum_of_chunk(weight, chunk, Int32(cute.size(mT)))
         if lane == 0:
-            sums[WEIGHTS, chunk] = total
-            _count(counters + WEIGHED)
-            chunk = _draw(counters)
-        chunk = cute.arch.shuffle_sync(chunk, 0)
-    if lane == 0:
-        known = barrier.load_acquire(counters + WEIGHED)
-        while known < CHUNKS:
-            known = barrier.load_acquire(counters + WEIGHED)
-    cute.arch.sync_warp()
-    return warp_reduce((sums[WEIGHTS, lane],), SUM)[0]
+            announced = announced_total(counters)
+            while announced == 0:
+                announced = announced_total(counters)
+        announced = cute.arch.shuffle_sync(announced, 0)
+    return Float32(announced.bitcast(Float32))
 
 
 @cute.jit
-def is_last(
-    sums: cute.Tensor, counters: cute.Pointer, row: Int32, rows: Int32, cluster: Int32
-) -> Boolean:
-    """Count this CTA as done with its row; the last one of a chunk adds up the chunk's losses.
+def is_last(sums: cute.Tensor, counters: cute.Pointer, row: Int32, rows: Int32) -> Boolean:
+    """Count a row as done; the last one of a chunk adds up the chunk's losses.
 
     Args:
-        row: whose loss lies in ``sums`` by now.
-        cluster: CTAs of a row; each counts itself.
+        row: its loss lies in ``sums`` by now, and none of its CTAs asks for the total any more.
 
     Returns:
         Whether all are done, all chunks added up, and no other warp will touch a counter.
@@ -80,7 +87,7 @@ def is_last(
     per_chunk, lane = _per_chunk(rows), cute.arch.lane_idx()
     chunk = row // per_chunk
     first = chunk * per_chunk
-    expected = cutlass.min(per_chunk, rows - first) * cluster
+    expected = cutlass.min(per_chunk, rows - first)
     last = Int32(0)
     if lane == 0:
         last = Int32(_arrive(counters + ROWS + chunk) == expected - 1)
@@ -127,16 +134,22 @@ def _sum_of_chunk(value_of: Callable[[Int32], Float32], chunk: Int32, rows: Int3
     return warp_reduce((total,), SUM)[0]
 
 
+@cute.jit
 def _draw(counters: cute.Pointer) -> Int32:
-    """The number of a chunk, or of one too many."""
-    return cute.arch.atomic_add(counters + DRAWN, Int32(1), sem="relaxed", scope="gpu")
-
-
-def _count(counter: cute.Pointer) -> None:
-    """Tell others, who see what was written before; without an answer."""
-    cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+    """The number of a chunk, or of one too many; the same in every lane."""
+    chunk = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        chunk = Int32(cute.arch.atomic_add(counters + DRAWN, Int32(1), sem="relaxed", scope="gpu"))
+    return Int32(cute.arch.shuffle_sync(chunk, 0))
 
 
 def _arrive(counter: cute.Pointer) -> Int32:
     """How many came before; what they wrote is visible."""
-    return cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+    return Int32(cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu"))
+
+
+@cute.jit
+def _encoded(total: Float32) -> Int32:
+    """Its bits, which are never 0: a sum of nothing becomes -0."""
+    value = Float32(-0.0) if total == Float32(0.0) else total
+    return Int32(value.bitcast(Int32))

@@ -10,7 +10,7 @@ from .spec import CrossEntropyFwdSpec
 
 CHUNKS = WARP
 """Parts of all rows whose losses and weights are added up on their own."""
-STATE_INTS = 3 + CHUNKS
+STATE_INTS = 4 + CHUNKS
 """Counters of a forward that reduces."""
 
 
@@ -49,8 +49,9 @@ class StreamConfig:
         return self.threads
 
     def groups(self, spec: CrossEntropyFwdSpec, rows: int, heads: int, resident: int) -> int:
-        """CTAs to launch."""
-        return min(resident, rows)
+        """CTAs to launch: no more than finish together, so that no row is left for a few of them."""
+        each = -(-rows // resident)
+        return -(-rows // each)
 
     @property
     def registers(self) -> int:

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quack_core.device import barrier, fast_math
 from quack_core.device.barrier import Phase
 from quack_core.device.reduce import (
-    ONLINE_SOFTMAX,
+    ONLINE_MAX_SUM,
     ONLINE_SOFTMAX_ROUNDED,
     Partial,
     Reduction,
@@ -35,11 +35,14 @@ from .gradient import (
     Options,
     Slope,
     capped,
+    distance,
     element,
     gradient,
     gradient_of_label,
+    has_base_2,
     log_of,
     log_sum_exp,
+    peak_of,
     powers,
     read_label,
     slope_of,
@@ -47,14 +50,15 @@ from .gradient import (
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
-PEAK, EXP_SUM, DISTANCES, WEIGHTS, TOTAL = range(5)
-"""What the warps of a CTA tell one another of a row; the first four as in ``smoothed``."""
+PEAK, EXP_SUM, DISTANCES, WEIGHTS = range(4)
+"""What the reduction knows of a row: see ``smoothed``; the last two with label smoothing only."""
 
 
 class Barrier(barrier.NamedBarrier):
-    """Of the warps that compute."""
+    """Of the warps that compute; and, one way, from them to the one that keeps the accounts."""
 
     REDUCE = enum.auto()
+    KNOWN = enum.auto()
 
 
 class CrossEntropyFwd(Losses, RowMapStaged):
@@ -62,8 +66,9 @@ class CrossEntropyFwd(Losses, RowMapStaged):
 
     Threads: the first ``threads_per_row`` compute; one more warp keeps the accounts.
     Shared memory: the CTA's logits, partial results, and what the warps tell one another.
-    Synchronises: as ``RowMapStaged``, and one more CTA barrier; a barrier of the CTA whose class is
-    the label's. For a mean, CTAs wait for others that run already: see ``chunks``.
+    Synchronises: as ``RowMapStaged``; one way each, warps that compute tell the other one what they
+    know, and hear the total from it on an mbarrier; a barrier of the CTA whose class is the label's.
+    For a mean, CTAs wait for others that run already: see ``chunks``.
     Global state: the counters of ``chunks``, zero before and after a launch.
     Traffic: logits and gradient once.
     """
@@ -80,8 +85,9 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         return self.spec.softcap or self.spec.smoothing  # which make something of what fills a row
 
     def reduction_of(self, spec: CrossEntropyFwdSpec) -> Reduction:
-        online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
-        return smoothed(online) if spec.smoothing else online
+        online = ONLINE_MAX_SUM if has_base_2(spec) else ONLINE_SOFTMAX_ROUNDED
+        unit = fast_math.LN_2 if has_base_2(spec) else 1.0
+        return smoothed(online, unit) if spec.smoothing else online
 
     def grid(self, rows: Int32, groups: Int32) -> Int32:
         return self.tiling.cluster * rows
@@ -108,78 +114,84 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         smem = cutlass.memory.SmemAllocator()
         stages = (self._stage(smem, mX), None)
         exchange = self.allocate(smem)
-        full = barrier.allocate_mbarriers(smem, self.batches)
-        facts = smem.allocate_tensor(Float32, cute.make_layout(5), byte_alignment=16)
+        full = barrier.allocate_mbarriers(smem, self.batches + 1)
+        told = full + self.batches  # the total is in shared memory
+        facts = smem.allocate_tensor(Float32, cute.make_layout(4), byte_alignment=16)
+        total = smem.allocate_tensor(Float32, cute.make_layout(1), byte_alignment=4)
 
         # --- logits start to arrive
-        barrier.init_mbarriers(full, self.batches, 1, tid)
+        barrier.init_mbarriers(full, self.batches + 1, 1, tid)
         if tid < WARP:
             cute.arch.sync_warp()
             self._fetch(mX, None, stages[0], None, full, at, first, place[3])
+        announced = Int32(0)
+        if const_expr(self.spec.reduction == "mean"):
+            if not computes:
+                announced = chunks.announced_total(mState.iterator)
         label = read_label(mT, mW, Int64(row), options.ignore_index, self.spec.n)
         logit = Float32(element(slice_pointer(mX, at, label.index))[0])  # before dx is there
         self.start_cluster(exchange, tid)
         cute.arch.sync_threads()
 
-        # --- maximum and sum
         if computes:
+            # --- maximum and sum
             partial = self._accumulate_classes(mX, mW, stages, full, place, options)
             self.join_cluster()
-            known = self.reduce(partial, exchange, tid, Int32(0))
-            if tid == 0:
-                for i in cutlass.range_constexpr(len(known)):
-                    facts[i] = known[i]
-        else:
-            self.join_cluster()
-            total = Float32(1.0)
             if const_expr(self.spec.reduction == "mean"):
-                total = chunks.sum_of_weights(
-                    mT, mW, results.sums, mState.iterator, options.ignore_index, self.spec.n
-                )
-            if tid == self.tiling.num_threads:
-                facts[TOTAL] = total
-        cute.arch.sync_threads()
+                barrier.wait(told, Phase(Int32(0), Int32(0)))
+            known = self.reduce(partial, exchange, tid, Int32(0))
+            if rank == 0:
+                if tid == 0:
+                    for i in cutlass.range_constexpr(len(known)):
+                        facts[i] = known[i]
+                barrier.arrive_group(Barrier.KNOWN, self.num_threads)
 
-        # --- the gradient; meanwhile, what is known of the row
-        if computes:
+            # --- the gradient
             if const_expr(self.spec.dx):
                 if label.kept:
-                    slope = self._slope(label, facts, options)
+                    slope = self._slope(label, known, total, options)
                     self._gradients(mX, mW, results.dx, stages, place, slope, options)
                     self._correct(results.dx, mW, place, label, logit, slope, options)
                 else:
                     self._clear(results.dx, place)
         else:
-            self._account(results, mState, row, rank, num_rows(mX), label, logit, facts, options)
+            # --- the accounts
+            self.join_cluster()
+            sum_of_weights = Float32(1.0)
+            if const_expr(self.spec.reduction == "mean"):
+                sum_of_weights = chunks.sum_of_weights(
+                    mT, mW, results.sums, mState.iterator, announced, options, self.spec.n
+                )
+                if tid == self.tiling.num_threads:
+                    total[0] = sum_of_weights
+                barrier.arrive(told, Phase(Int32(0), Int32(0)))
+            if rank == 0:
+                barrier.sync_group(Barrier.KNOWN, self.num_threads)
+                z = capped(logit, self.spec, options)
+                self._account(results, row, label, z, facts, options)
+                if const_expr(mState is not None):
+                    rows = num_rows(mX)
+                    if chunks.is_last(results.sums, mState.iterator, row, rows):
+                        self._conclude(results, mState, rows, sum_of_weights)
+
+    # --- the accounts
 
     @cute.jit
-    def _account(
-        self,
-        results: Results,
-        mState,
-        row: Int32,
-        rank: Int32,
-        rows: Int32,
-        label: Label,
-        logit: Float32,
-        facts: cute.Tensor,
-        options: Options,
-    ):
-        """Write what is known of the row; the last CTA of all adds up."""
-        lane = cute.arch.lane_idx()
-        if rank == 0 and lane == 0:
-            z = capped(logit, self.spec, options)
+    def _account(self, results: Results, row: Int32, label: Label, z: Float32, facts, options):
+        """Write what is known of the row."""
+        if cute.arch.lane_idx() == 0:
             loss = self.store(results, Int64(row), label, z, facts, options)
-            if const_expr(mState is not None):
+            if const_expr(results.sums is not None):
                 results.sums[chunks.LOSSES, row] = loss
-        if const_expr(mState is not None):
-            counters, cluster = mState.iterator, Int32(self.tiling.cluster)
-            if chunks.is_last(results.sums, counters, row, rows, cluster):
-                losses = chunks.sum_of_losses(results.sums, rows)
-                for i in cutlass.range(lane, cute.size(mState), WARP, unroll=1):
-                    mState[i] = Int32(0)
-                if lane == 0:
-                    self.store_reduced(results, losses, facts[TOTAL])
+
+    @cute.jit
+    def _conclude(self, results: Results, mState, rows: Int32, total: Float32):
+        """Add up the losses; all counters are zero again."""
+        losses, lane = chunks.sum_of_losses(results.sums, rows), cute.arch.lane_idx()
+        for i in cutlass.range(lane, cute.size(mState), WARP, unroll=1):
+            mState[i] = Int32(0)
+        if lane == 0:
+            self.store_reduced(results, losses, total)
 
     # --- the reduction over classes
 
@@ -197,11 +209,10 @@ class CrossEntropyFwd(Losses, RowMapStaged):
             exists = self.exists(self.batch, tid, count - b * self.batch.n)
             if const_expr(exists is not None):
                 z = cute.where(exists, z, cute.full_like(z, self.fill))
-            largest = thread_max(z)
-            below = z - finite(largest)
-            partial = (largest, thread_sum(powers(below, self.spec)))
+            peak = peak_of(thread_max(z), self.spec)
+            partial = (peak, thread_sum(powers(z, finite(peak), self.spec)))
             if const_expr(self.spec.smoothing):
-                weight = cute.full_like(z, 1.0)
+                weight, below = cute.full_like(z, 1.0), distance(z, finite(peak), self.spec)
                 if const_expr(mW is not None):
                     weight = self._columns((mW,), place, b)[0].load().to(Float32)
                 if const_expr(exists is not None):
@@ -216,13 +227,12 @@ class CrossEntropyFwd(Losses, RowMapStaged):
 
     # --- the gradient
 
-    def _slope(self, label: Label, facts: cute.Tensor, options: Options):
+    def _slope(self, label: Label, known: Partial, total: cute.Tensor, options: Options) -> Slope:
         """Of this row; every thread works it out."""
-        peak, exp_sum = facts[PEAK], facts[EXP_SUM]
-        incoming = Float32(1.0)
-        if self.spec.reduction == "mean":
-            incoming = fast_math.inverse(facts[TOTAL])
-        lse, weights = log_sum_exp(peak, log_of(exp_sum)), facts[WEIGHTS]
+        incoming = fast_math.inverse(total[0]) if self.spec.reduction == "mean" else Float32(1.0)
+        peak, exp_sum = known[PEAK], known[EXP_SUM]
+        lse = log_sum_exp(peak, log_of(exp_sum), self.spec)
+        weights = known[WEIGHTS] if self.spec.smoothing else Float32(self.spec.n)
         return slope_of(label, finite(peak), exp_sum, lse, weights, incoming, self.spec, options)
 
     @cute.jit
@@ -261,12 +271,16 @@ class CrossEntropyFwd(Losses, RowMapStaged):
             self._write(zeros.load(), mdX, place, b)
 
 
-def smoothed(online: Reduction) -> Reduction:
-    """(m, s) of ``online``, the sum of weight * (value - m), and the sum of weights."""
+def smoothed(online: Reduction, unit: float) -> Reduction:
+    """(m, s) of ``online``, the sum of weight * (value - m), and the sum of weights.
+
+    Args:
+        unit: of m.
+    """
 
     def combine(a: Partial, b: Partial) -> Partial:
         largest, total = online.combine(a[:2], b[:2])
-        moved = [v[2] + v[3] * (finite(v[0]) - finite(largest)) for v in (a, b)]
+        moved = [v[2] + v[3] * ((finite(v[0]) - finite(largest)) * unit) for v in (a, b)]
         return largest, total, moved[0] + moved[1], a[3] + b[3]
 
     return Reduction((*online.identity, 0.0, 0.0), combine)

@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core.device import barrier, copy, fast_math
 from quack_core.device.reduce import (
-    ONLINE_SOFTMAX,
+    ONLINE_MAX_SUM,
     ONLINE_SOFTMAX_ROUNDED,
     SUM2,
     Partial,
@@ -29,7 +29,7 @@ from quack_core.reduction.tiling import WARP
 from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer
 
 from .config import StreamConfig
-from .gradient import Options, capped, element, label_of, powers
+from .gradient import Options, capped, element, has_base_2, label_of, peak_of, powers
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
@@ -58,7 +58,7 @@ class CrossEntropyStream(Losses, ReductionBase):
     carveout = 10
 
     def __init__(self, spec: CrossEntropyFwdSpec, config: StreamConfig):
-        online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
+        online = ONLINE_MAX_SUM if has_base_2(spec) else ONLINE_SOFTMAX_ROUNDED
         super().__init__(config.tiling(spec), online, buffers=2)
         self.spec, self.config, self.num_threads = spec, config, config.threads
         self.shifted = spec.odd or spec.align < copy.CHUNK
@@ -186,12 +186,13 @@ class CrossEntropyStream(Losses, ReductionBase):
         for u in cutlass.range_constexpr(0, self.config.unroll, PAIR):
             shape = const_expr((tiling.vec, min(PAIR, self.config.unroll - u)))
             some = cute.make_tensor(vectors[None, u].iterator, cute.make_layout(shape))
-            z = capped(some.load().to(Float32), self.spec, options)
+            values = some.load().to(Float32) if self.shifted else copy.widened(some)
+            z = capped(values, self.spec, options)
             if const_expr(self.spec.softcap):  # which makes a number of what lies beyond the row
                 exists = self._exist(some, b * tiling.n + tiling.start(tid) + u * tiling.step)
                 z = cute.where(exists, z, cute.full_like(z, -math.inf))
-            largest = thread_max(z)
-            partial = (largest, thread_sum(powers(z - finite(largest), self.spec)))
+            peak = peak_of(thread_max(z), self.spec)
+            partial = (peak, thread_sum(powers(z, finite(peak), self.spec)))
             total = self.reduction.combine(total, partial)
         return total
 

@@ -245,11 +245,12 @@ def _forward_launcher(spec: CrossEntropyFwdSpec, device: int) -> Launcher:
     def kernel(align: int, in_phase: bool) -> Launcher:
         exact = replace(spec, align=align, in_phase=in_phase)
         function = _kernel(exact, rules.default_fwd, device)
-        reduces, resident = spec.reduction != "none", _resident(exact, device)
+        config, reduces = rules.default_fwd(exact, arch.detect(device)), spec.reduction != "none"
+        resident = resident_groups(device, exact, config) if config.persistent else 0
 
         def launch(*operands: Any) -> None:
             state = torch_workspace.counters(device, STATE_INTS) if reduces else None
-            groups = min(operands[1].numel(), resident)
+            groups = config.groups(exact, operands[1].numel(), 1, resident) if resident else 0
             function(*operands[:11], state, *operands[11:], groups)
 
         return on_device(launch, device)
@@ -275,12 +276,6 @@ def _alignment(
         return row_align(spec.n, spec.x), True
     align = rows.alignment(input, dx)
     return align, align == ALIGN or rows.in_phase(128 // dtypes.width(spec.x), input, dx)
-
-
-def _resident(spec: CrossEntropyFwdSpec, device: int) -> int:
-    """CTAs of a forward that stay on the device; 0 if each has one row."""
-    config = rules.default_fwd(spec, arch.detect(device))
-    return resident_groups(device, spec, config) if config.persistent else 0
 
 
 def _kernel(spec: Any, choose: Callable[..., Any], device: int) -> Launcher:

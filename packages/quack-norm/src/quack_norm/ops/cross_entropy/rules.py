@@ -62,15 +62,16 @@ def _stream(spec: CrossEntropyFwdSpec, arch: Arch) -> StreamConfig:
         threads = 128
     shifted = spec.odd or spec.align < 16
     plain = not (shifted or spec.softcap or spec.x == "float32")
-    resident = 1024 if plain and arch.name == "sm90" else 768  # elsewhere 64 are too few
-    if shifted and spec.softcap:
-        resident = 640
+    resident = 640  # elsewhere, registers go less far
+    if arch.name == "sm90":
+        resident = 1024 if plain else 640 if shifted and spec.softcap else 768
     return StreamConfig(threads, UNROLL, min(32, resident // threads))
 
 
 def default_bwd(spec: CrossEntropyBwdSpec, arch: Arch) -> BwdConfig:
     """The configuration for a spec on an architecture."""
-    return BwdConfig(num_threads=128 if spec.n <= 4096 else 256)
+    ctas = 3 if spec.odd and arch.name != "sm90" else 4
+    return BwdConfig(128 if spec.n <= 4096 else 256, ctas_per_sm=ctas)
 
 
 def default_rescale(spec: RescaleSpec, arch: Arch) -> RescaleConfig:
