@@ -13,7 +13,7 @@ import pytest
 from quack_core import arch as arches
 from quack_core import dtypes, env
 from quack_core.jit.compile import Compiled, compile_kernel
-from quack_core.testing import cubin, ptx
+from quack_core.testing import ptx
 from quack_norm.ops.cross_entropy import rules
 from quack_norm.ops.cross_entropy.config import BwdConfig, FwdConfig, RescaleConfig, StreamConfig
 from quack_norm.ops.cross_entropy.spec import (
@@ -81,7 +81,7 @@ RESCALES = [RescaleSpec(BF16, BF16), RescaleSpec(F32, F32)]
 
 def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    facts = cubin.static_facts(compiled.cubin or b"")
+    facts = kernel_faults.facts_of(spec, ARCH, compiled)
     yield from kernel_faults.resource_faults(spec, config, ARCH, facts)
     loads, stores = sorted(facts.load_bits), sorted(facts.store_bits)
     if (bits := widest(spec)) not in loads:

@@ -106,18 +106,52 @@ def spill(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", [16, 32, 64, 128])
 def test_widths_of_global_accesses(copy_rows, bits):
-    facts = cubin.static_facts(copy_rows(bits).CUBIN)
-    assert facts.load_bits == facts.store_bits == {bits}
+    kernel = copy_rows(bits)
     passes = N * 16 // bits // THREADS
-    assert facts.accesses == {"LDG": {bits: passes}, "STG": {bits: passes}}
-    assert not facts.spills and not facts.exchanges
+    for text in (None, kernel.PTX):
+        facts = cubin.static_facts(kernel.CUBIN, text)
+        assert facts.load_bits == facts.store_bits == {bits}
+        assert facts.accesses == {"LDG": {bits: passes}, "STG": {bits: passes}}
+        assert not facts.spills and not facts.exchanges
 
 
 def test_local_memory_is_found(spill):
+    for text in (None, spill.PTX):
+        facts = cubin.static_facts(spill.CUBIN, text)
+        assert facts.spills
+        assert facts.usage.frame_bytes >= 64 * 4
     facts = cubin.static_facts(spill.CUBIN)
-    assert facts.spills
-    assert facts.usage.frame_bytes >= 64 * 4
     assert facts.accesses["STL"] and facts.accesses["LDL"]
+
+
+def test_accesses_of_ptx():
+    text = """
+        ld.param.b64 %rd1, [kernel_param_0];
+        @%p3 ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
+        ld.global.nc.L1::evict_last.v2.b64 {%rd2, %rd3}, [%rd1+16];
+        { ld.global.b16 %rs1, [%rd1]; }
+        ld.relaxed.gpu.global.b32 %r5, [%rd1];
+        st.global.v2.b32 [%rd1], {%r1, %r2};
+        ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r9];
+        st.shared.b8 [%r9], %rs1;
+        ld.local.b32 %r1, [%rd9];
+        cp.async.cg.shared.global [%r1], [%rd1], 16;
+        cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 4;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], %r2, [%r3];
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], %r2;
+        st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r2, [%r3];
+        atom.global.add.u32 %r1, [%rd1], 1;
+    """
+    assert ptx.accesses(text) == {
+        "LDG": {128: 2, 16: 1, 32: 1},
+        "STG": {64: 1},
+        "LDS": {128: 1},
+        "STS": {8: 1},
+        "LDL": {32: 1},
+        "LDGSTS": {128: 1, 32: 1},
+        "UBLKCP.S.G": {128: 1},
+        "STAS": {32: 1},
+    }
 
 
 def test_usage(copy_rows):

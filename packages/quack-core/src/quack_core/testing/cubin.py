@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import ptx
+
 # Attributes of the section .nv.info whose value is a pair (symbol index, number).
 _ATTRIBUTES = {0x2F: "registers", 0x11: "frame_bytes", 0x12: "min_stack_bytes"}
 _SIZED_VALUE = 4  # form of an attribute: a 16-bit size, and that many bytes follow
@@ -165,18 +167,26 @@ class StaticFacts:
         return set(self.accesses.get("STG", ()))
 
 
-def static_facts(cubin: bytes) -> StaticFacts:
+def static_facts(cubin: bytes, ptx_text: str | None = None) -> StaticFacts:
     """The facts of a cubin that holds one kernel.
+
+    Args:
+        ptx_text: the kernel's PTX, to read the accesses from instead of disassembling, which takes
+            half a second. Registers and frame come from the cubin in any case.
 
     Raises:
         ValueError: it holds none, or several.
         RuntimeError: it cannot be disassembled.
     """
-    usage = resource_usage(cubin)
-    if len(usage) != 1:
-        raise ValueError(f"the cubin holds {len(usage)} kernels, not one: {', '.join(usage)}")
+    found = resource_usage(cubin)
+    if len(found) != 1:
+        raise ValueError(f"the cubin holds {len(found)} kernels, not one: {', '.join(found)}")
+    usage = next(iter(found.values()))
+    if ptx_text is not None:
+        seen = ptx.accesses(ptx_text)
+        return StaticFacts(usage, seen, "STAS" in seen)
     text = sass(cubin)
-    return StaticFacts(next(iter(usage.values())), accesses(text), has(text, "STAS"))
+    return StaticFacts(usage, accesses(text), has(text, "STAS"))
 
 
 def _sections(cubin: bytes) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,7 @@
-"""Address arithmetic in PTX: does the offset of a row wrap at 2**32?
+"""What PTX says about a kernel, without a disassembler.
+
+:func:`accesses` counts memory instructions by width. The rest is about address arithmetic: does the
+offset of a row wrap at 2**32?
 
 A row number times the length of a row does not fit in 32 bits for large tensors. Compiled code
 that multiplies there in 32 bits is right in every small test and reads the wrong row in a large
@@ -6,7 +9,7 @@ one. :func:`wrapping_offsets` finds such code by following row numbers through t
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 _INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%\w+\s+)?([a-z][\w.:]*)\s+([^;]*);", re.MULTILINE)
@@ -15,6 +18,35 @@ _GLOBAL = re.compile(r"^(?:ld|st|red|atom)\.(?:\w+\.)*global\b|^cp\.async\b|^cp\
 _ROW_SOURCE = re.compile(r"^(?:ld\.(?:\w+\.)*shared|atom\.(?:\w+\.)*global)\b.*32$")
 _KEEPS = ("mov", "add", "sub", "cvt", "selp", "min", "max", "shr", "div", "or", "xor")
 _UNBOUNDED = 1 << 32
+
+
+_ACCESS = re.compile(
+    r"^(ld|st)\.(?:[\w:]+\.)*?(global|shared|local)\b(?:\.[\w:]+)*?(?:\.v(\d))?\.[a-z]+(\d+)$"
+)
+_SASS = {("ld", "global"): "LDG", ("st", "global"): "STG", ("ld", "shared"): "LDS"}
+_SASS |= {("st", "shared"): "STS", ("ld", "local"): "LDL", ("st", "local"): "STL"}
+_CHUNK_BITS = 128  # of bulk copies, and of cp.async.cg
+
+
+def accesses(ptx: str) -> dict[str, Counter[int]]:
+    """Memory instructions: {instruction: {bits of one access: count}}, under their names in SASS.
+
+    LDG, LDGSTS, STG (global), LDS, STS (shared), LDL, STL (local), UBLKCP.S.G (bulk copies from
+    global to shared memory), STAS (sends within a cluster). The compiler merges no narrow accesses
+    and splits no wide ones; how often an instruction stands in the machine code may differ.
+    """
+    found: dict[str, Counter[int]] = defaultdict(Counter)
+    for op, rest in _INSTRUCTION.findall(ptx):
+        if match := _ACCESS.match(op):
+            name = _SASS[match[1], match[2]]
+            found[name][int(match[3] or 1) * int(match[4])] += 1
+        elif op.startswith("cp.async.bulk.shared") and ".global" in op:
+            found["UBLKCP.S.G"][_CHUNK_BITS] += 1
+        elif op.startswith(("cp.async.ca.", "cp.async.cg.")):
+            found["LDGSTS"][8 * int(rest.split(",")[2])] += 1
+        elif op.startswith("st.async."):
+            found["STAS"][int(op.rpartition("b")[2])] += 1
+    return dict(found)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def default_fwd(spec: CrossEntropyFwdSpec, arch: Arch) -> FwdConfig | StreamConf
         return _stream(spec, arch)
     for config in _staged(best):
         if rules.fits(config, best, arch):
-            return config
+            fewer = spec.align < 16 and not spec.odd  # the rule knows of shifts where all rows need them
+            return replace(config, ctas_per_sm=max(1, config.ctas_per_sm - fewer))
     raise UnsupportedError(
         f"cross_entropy, {spec.n} classes on {arch.name}",
         f"the shared memory of a cluster of {arch.max_cluster} CTAs cannot hold such a row",
@@ -64,7 +65,9 @@ def _stream(spec: CrossEntropyFwdSpec, arch: Arch) -> StreamConfig:
     plain = not (shifted or spec.softcap or spec.x == "float32")
     resident = 640  # elsewhere, registers go less far
     if arch.name == "sm90":
-        resident = 1024 if plain else 640 if shifted and spec.softcap else 768
+        resident = 1024 if plain else 768
+    if shifted and spec.softcap:
+        resident -= 128
     return StreamConfig(threads, UNROLL, min(32, resident // threads))
 
 
