@@ -43,7 +43,9 @@ class Counters:
     us: float
 
 
-def run(base: record.Record, suite: str, cases: Sequence[Case], argv: Sequence[str]) -> list[record.Record]:
+def run(
+    base: record.Record, suite: str, cases: Sequence[Case], argv: Sequence[str]
+) -> list[record.Record]:
     """Records of all cases, or none without a profiler.
 
     Args:
@@ -57,14 +59,20 @@ def run(base: record.Record, suite: str, cases: Sequence[Case], argv: Sequence[s
         print(MISSING, file=sys.stderr)
         return []
     options = ("--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw")
-    metrics = ("--metrics", ",".join((SHARE, NUM_BYTES, DURATION)))
+    metrics = ("--metrics", f"{SHARE},{NUM_BYTES},{DURATION}")
     child = (sys.executable, "-m", "benchmarks", *argv, "--profiled")
     done = subprocess.run(
-        ["ncu", *options, *metrics, *child], capture_output=True, text=True, timeout=TIMEOUT_S
+        ["ncu", *options, *metrics, *child],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     found = counters(done.stdout)
     if done.returncode:
-        raise RuntimeError(f"ncu ended with {done.returncode}: {(done.stdout + done.stderr)[-800:]}")
+        raise RuntimeError(
+            f"ncu ended with {done.returncode}: {(done.stdout + done.stderr)[-800:]}"
+        )
     return [_record(base, suite, case, _of_case(found, case)) for case in cases]
 
 

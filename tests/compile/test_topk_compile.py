@@ -7,19 +7,28 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import kernel_faults
 import pytest
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
 from quack_core.jit.compile import Compiled, compile_kernel
-from quack_core.testing import cubin, ptx
-from quack_norm.ops.topk.config import BwdConfig, SelectConfig, SortConfig, default_bwd, default_fwd
+from quack_core.testing import ptx
+from quack_norm.ops.topk.config import (
+    BwdConfig,
+    FwdConfig,
+    SortConfig,
+    default_bwd,
+    default_fwd,
+)
 from quack_norm.ops.topk.spec import MAX_K, MAX_N, TopKBwdSpec, TopKFwdSpec
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
 Spec = TopKFwdSpec | TopKBwdSpec
-Config = SortConfig | SelectConfig | BwdConfig
+Config = FwdConfig | BwdConfig
+MAX_REGISTERS = 128
+"""Of a thread of a forward kernel: half of an SM's threads, or more, fit beside each other."""
 
 
 def fwd(n: int, k: int, x: str = BF16, **fields: object) -> Spec:
@@ -41,9 +50,26 @@ SPECS = [
     fwd(256, 128),
     fwd(511, 511, F32, softmax=True),
     fwd(512, 512, F32),
+    fwd(128, 8),
+    fwd(160, 8),
+    fwd(256, 8),
+    fwd(256, 8, align=2),
+    fwd(256, 64, F32),
+    fwd(512, 8, F16, softmax=True, rank=3),
     fwd(513, 1),
     fwd(1000, 999, F32),
+    fwd(1001, 8, F32),
+    fwd(1024, 8),
+    fwd(1024, 64),
+    fwd(2048, 128, F32),
+    fwd(4096, 8),
     fwd(4096, 64, softmax=True),
+    fwd(4096, 128, F32, softmax=True, rank=3),
+    fwd(32000, 8),
+    fwd(32000, 64, F32),
+    fwd(50257, 100, softmax=True),
+    fwd(131072, 128),
+    fwd(2**20, 8, F32),
     fwd(16385, 300, F16, rank=3),
     fwd(50257, 1024, F32, softmax=True),
     fwd(128256, 2048),
@@ -59,9 +85,11 @@ SPECS = [
 
 def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    facts = cubin.static_facts(compiled.cubin or b"")
+    facts = kernel_faults.facts_of(spec, ARCH, compiled)
     if facts.spills:
         yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
+    if facts.usage.registers > MAX_REGISTERS and not isinstance(config, BwdConfig):
+        yield f"{facts.usage.registers} registers of a thread"
     registers = facts.usage.registers_per_cta(config.num_threads)
     if registers > ARCH.registers_per_sm:
         yield f"{registers} registers of a CTA; an SM has {ARCH.registers_per_sm}"
@@ -75,7 +103,7 @@ def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
     if wanted not in found:
         yield f"no {wanted}-bit accesses of rows: {found}"
     text = compiled.ptx or ""
-    if isinstance(config, SortConfig) and "bar.sync" in text:
+    if not isinstance(config, BwdConfig) and config.threads_per_row <= 32 and "bar.sync" in text:
         yield "a barrier, where warps have rows of their own"
     if f".target {ARCH.target}\n" not in text:
         yield f"not compiled for {ARCH.target}"

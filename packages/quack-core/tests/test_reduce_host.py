@@ -48,6 +48,21 @@ POWERS = np.exp(np.random.default_rng(0).uniform(-60, 0, (400, 16))).astype(np.f
 POWERS[:, 5] = 1.0
 POWERS[200:] **= np.float32(0.02)  # all of them count
 
+ABSENT = 1e30
+MOMENTS = np.random.default_rng(1).normal(0, 1, (400, 16)).astype(np.float32)
+MOMENTS[100:200] += np.float32(1e4)  # a mean far from all differences
+MOMENTS[200:300, ::5] *= np.float32(1e5)  # outliers, one of them the first value
+MOMENTS[300:] += np.float32(7)
+for row in range(300, 400):  # ends of rows
+    MOMENTS[row, row % 16 :] = ABSENT
+PARTS = [  # of groups of different size; some are empty
+    [
+        [size, mean, size * 0.25, size * (1.0 + mean % 3)] if size else [0.0] * 4
+        for size, mean in ((s * (r % 3), r * 10.0 + s) for s in (1, 16, 0, 3, 8))
+    ]
+    for r in range(200)
+]
+
 SPECIAL_MAX = [
     ([1.0, 2.0], 2.0),
     ([-INF, -INF], -INF),
@@ -92,6 +107,8 @@ REQUESTS = {
     ("tree", "compensated", "special"): [
         [[*p, 0.0] for p in pairs] for pairs, *_ in SPECIAL_ONLINE
     ],
+    ("thread", "moments", 16): MOMENTS[..., None].tolist(),
+    ("tree", "moments", 5): PARTS,
     ("thread", "sum2", 16): POWERS[..., None].tolist(),
     ("thread", "sum", 16): random_rows(16),
     ("thread", "max", 16): random_rows(16),
@@ -249,6 +266,39 @@ def test_compensated_sum_of_a_thread_lacks_nothing(on_host):
         error = math.fsum([*found, *-row.astype(np.float64)])
         assert abs(error) <= 16 * 2**-24 * (16 * 2**-24 * 16)  # roundings of what is below an ulp
         assert abs(found[1]) <= 16 * 2**-24 * 16
+
+
+def around_the_mean(n, point, distances, squares):
+    """Number, mean, and squared distances from it, in float64."""
+    return n, point + distances / n, squares - distances * distances / n
+
+
+def test_moments_of_a_thread_cancel_nothing(on_host):
+    for row, found in zip(MOMENTS, on_host["thread", "moments", 16], strict=True):
+        values = row[row < ABSENT].astype(np.float64)
+        assert found[0] == len(values)
+        if len(values) == 0:
+            assert found[2] == found[3] == 0
+            continue
+        _, mean, squares = around_the_mean(*found)
+        right = np.square(values - values.mean()).sum()
+        assert abs(mean - values.mean()) <= 2**-22 * np.abs(values - values.mean()).max()
+        assert abs(squares - right) <= 2**-19 * right
+
+
+def test_moments_combine_around_one_point(on_host):
+    for parts, found in zip(PARTS, on_host["tree", "moments", 5], strict=True):
+        groups = [around_the_mean(*part) for part in parts if part[0]]
+        n = sum(size for size, *_ in groups)
+        if n == 0:
+            assert found == [0.0] * 4
+            continue
+        mean = sum(size * its for size, its, _ in groups) / n
+        right = sum(own + size * (its - mean) ** 2 for size, its, own in groups)
+        assert found[0] == n
+        _, its_mean, squares = around_the_mean(*found)
+        assert abs(its_mean - mean) <= 2**-22 * (abs(mean) + right**0.5)
+        assert abs(squares - right) <= 2**-18 * right
 
 
 def test_reader_and_writer_walk_over_the_ring(on_host):

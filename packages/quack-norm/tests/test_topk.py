@@ -26,6 +26,7 @@ SIZES = [(1, 1), (2, 1), (3, 2), (5, 5), (7, 3), (8, 2), (9, 1), (16, 4), (31, 3
 SIZES += [(64, 6), (64, 64), (100, 40), (128, 8), (255, 17), (256, 128), (256, 2), (300, 300)]
 SIZES += [(511, 100), (512, 1), (512, 512), (513, 7), (1000, 1), (1000, 999), (1024, 64)]
 SIZES += [(2049, 128), (4095, 2), (4096, 4096), (5120, 1025), (16383, 33), (16385, 256)]
+SIZES += [(160, 8), (512, 40), (2048, 100), (4096, 64), (8192, 8), (8200, 128), (131072, 100)]
 SIZES += [(32000, 50), (50257, 1024), (65537, 8), (128256, 2048), (262144, 64), (262144, 4096)]
 
 
@@ -63,7 +64,10 @@ def test_many_rows(n: int, k: int, dtype: torch.dtype, device: str) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize(("n", "k"), [(16, 8), (200, 77), (512, 511), (3000, 200), (70000, 4096)])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(16, 8), (200, 77), (512, 511), (1024, 64), (8192, 100), (3000, 200), (70000, 4096)],
+)
 def test_ks_19_ties_go_to_the_smaller_index(
     n: int, k: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -153,7 +157,7 @@ def test_any_rank_and_strides(shape: tuple[int, ...], layout: Layout, device: st
 
 @pytest.mark.exhaustive
 @every_dtype
-@pytest.mark.parametrize("n", [40, 1000, 1001])
+@pytest.mark.parametrize("n", [40, 1000, 1001, 1024, 9000])
 def test_rows_that_begin_anywhere(n: int, dtype: torch.dtype, device: str) -> None:
     """Elements around the rows are larger than all of theirs, and are never taken."""
     memory = torch.full((5 * n + 40,), INF, dtype=dtype, device=device)
@@ -161,6 +165,7 @@ def test_rows_that_begin_anywhere(n: int, dtype: torch.dtype, device: str) -> No
         x = memory[offset : offset + 3 * (n + 7)].view(3, n + 7)[:, :n]
         x.copy_(random((3, n), dtype, device, seed=offset))
         judge(x, 11)
+        assert_bitwise(topk(x, 11, True)[0], topk(x.clone(), 11, True)[0])
         memory.fill_(INF)
 
 
@@ -273,7 +278,7 @@ def test_kn_15_rows_do_not_depend_on_the_batch(n: int, k: int, device: str) -> N
             assert_bitwise(whole[first:last], alone)
 
 
-@pytest.mark.parametrize(("n", "k"), [(256, 128), (5000, 1000)])
+@pytest.mark.parametrize(("n", "k"), [(256, 128), (1024, 64), (9000, 100), (5000, 1000)])
 def test_every_run_gives_the_same_bits(n: int, k: int, cuda: str) -> None:
     """Candidates are collected in another order each time; many of them are equal."""
     x = random((300, n), BF16, cuda, seed=17).round().requires_grad_()
@@ -418,7 +423,10 @@ def test_replays_of_a_graph(cuda: str) -> None:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("n", "k"), [(9, 2), (40, 33), (256, 128), (1001, 300), (3000, 2000)])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(9, 2), (40, 33), (250, 3), (256, 128), (1024, 64), (1001, 300), (3000, 2000), (9001, 100)],
+)
 @pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.usefixtures("cuda")
 def test_every_kernel(n: int, k: int, softmax: bool) -> None:

@@ -80,16 +80,18 @@ def test_rows_of_any_layout(
     assert_bitwise(dx, reference.backward(dvalues, indices, saved, shape[-1], BF16))
 
 
-def test_a_kernel_per_kind_and_of_short_rows_per_alignment(kernels: Kernels) -> None:
+def test_a_kernel_per_kind_and_alignment(kernels: Kernels) -> None:
     for layout in (Layout.CONTIGUOUS, Layout.ODD_OFFSET):
-        for n in (64, 4096):
+        for n, k in ((16, 8), (4096, 8), (4096, 300)):
             for rows in (1, 3):
                 x = random((rows, n), BF16, seed=1, layout=layout)
-                launch.forward(x, 8, False)
+                launch.forward(x, k, False)
     assert [(module, spec.n, spec.align) for module, spec in kernels.loaded] == [
-        ("fwd_sort", 64, 16),
+        ("fwd_sort", 16, 16),
+        ("fwd_groups", 4096, 16),
         ("fwd_select", 4096, 2),
-        ("fwd_sort", 64, 2),
+        ("fwd_sort", 16, 2),
+        ("fwd_groups", 4096, 2),
     ]
 
 

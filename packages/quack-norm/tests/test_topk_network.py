@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,14 @@ import pytest
 import torch
 
 from quack_core.arch import SM90, SM120
-from quack_norm.ops.topk.config import SelectConfig, SortConfig, default_bwd, default_fwd
-from quack_norm.ops.topk.network import power_of_two, steps
+from quack_norm.ops.topk.config import (
+    GroupsConfig,
+    SelectConfig,
+    SortConfig,
+    default_bwd,
+    default_fwd,
+)
+from quack_norm.ops.topk.network import power_of_two, steps, work
 from quack_norm.ops.topk.spec import MAX_K, MAX_N, TopKBwdSpec, TopKFwdSpec
 
 pytestmark = pytest.mark.exhaustive
@@ -61,6 +68,13 @@ def test_the_network_costs_what_a_bitonic_sort_costs() -> None:
     assert len(list(steps(8, 32, 1))) == 8  # one step for each halving
 
 
+def test_work_of_small_networks() -> None:
+    assert work(2, 1, 2) == 2  # one pair
+    assert work(2, 1, 1) == 1  # of which one is wanted
+    assert work(1, 2, 2) == 4 and work(1, 2, 1) == 3
+    assert work(16, 8, 8) > work(8, 8, 8) > work(8, 4, 8)
+
+
 def ns() -> list[int]:
     return [*range(1, 600), 1000, 2048, 2049, 4096, 16384, 16385, 65536, 65537, 262144, MAX_N]
 
@@ -72,18 +86,106 @@ def test_configurations_hold_all_rows_and_k(dtype: str) -> None:
             spec = TopKFwdSpec(n, k, dtype, align=4)
             config = default_fwd(spec)
             keys = config.num_keys(spec)
-            assert keys & (keys - 1) == 0 and keys <= 16
+            # a row that begins within a vector of memory has one more of them
+            assert keys & (keys - 1) == 0 and keys <= (
+                32 if isinstance(config, GroupsConfig) else 16
+            )
             threads = config.threads_per_row
             assert threads & (threads - 1) == 0
-            assert keys * threads >= power_of_two(k)
             assert config.smem_bytes(spec) <= SM120.smem_bytes
+            aligned = replace(spec, align=16)
+            assert default_fwd(aligned) == config  # a sum has the same order
             if isinstance(config, SortConfig):
                 tiling = config.tiling(spec)
                 assert tiling.values <= keys and tiling.cols >= n
-            else:
+                assert keys * threads >= power_of_two(k)
+            elif isinstance(config, SelectConfig):
                 assert k <= config.candidates == keys * threads
                 assert threads <= config.num_bins and spec.key_bits >= config.digit_bits
                 assert config.in_flight % spec.full_vector == 0
+            else:
+                sizes = [keys, config.num_elements(spec)]
+                if config.bundled:
+                    sizes.append(threads // config.sorters)
+                    assert config.group == spec.full_vector and n // config.group >= threads
+                assert min(sizes) * config.sorters >= power_of_two(k)
+                assert config.num_elements(spec) <= 16
+                assert config.kept == 0 or config.kept >= max(config.sorters, power_of_two(k))
+                assert n // config.group >= k  # as many groups of elements as are wanted
+
+
+def by_groups(values: list[int], k: int, offset: int, spec: TopKFwdSpec) -> list[int]:
+    """Columns of the k largest values, found as the threads of `TopKGroups` find them.
+
+    Args:
+        offset: elements of the first vector of memory that come before the row.
+    """
+    config = default_fwd(spec)
+    assert isinstance(config, GroupsConfig)
+    group, threads, sorters = config.group, config.threads_per_row, config.sorters
+    vec, far = spec.full_vector, 1 << 30  # than all places
+
+    def find(keys: list[int], count: int, bound: int = 0) -> list[int]:
+        """The k largest of keys that ``count`` registers of each sorter hold."""
+        passed = [key for key in keys if key >= bound]
+        if bound and len(passed) <= config.kept:
+            keys, count = passed, config.kept // sorters
+        held = keys + [0] * (count * sorters - len(keys))
+        assert len(held) == count * sorters
+        return through_network(held, count, sorters, k)[:k]
+
+    def key(place: int) -> int:
+        """Of a group; 0 where it has no element of the row."""
+        first = place * group - offset
+        found = values[max(first, 0) : max(first + group, 0)]
+        return max(found) * far + ~place % far if found else 0
+
+    def keys_of(vector: int) -> list[int]:
+        return [key(vector * (vec // group) + part) for part in range(vec // group)]
+
+    mine = [
+        [key for p in range(config.passes(spec)) for key in keys_of(p * threads + t)]
+        for t in range(threads)
+    ]
+    bound = 0
+    if config.bundled:
+        found = find([max(keys) for keys in mine], threads // sorters)
+        inside = [key for bundle in found for key in mine[~bundle % far % threads]]
+        bound = found[-1]
+    else:
+        inside = [key for keys in mine for key in keys]
+        if bundles := config.kept // threads:
+            found = find([max(keys[i::bundles]) for keys in mine for i in range(bundles)], bundles)
+            bound = found[-1]
+    if not (config.bundled and config.passes(spec) == 1):
+        found = find(inside, config.num_keys(spec), bound if config.kept else 0)
+    columns = [~key % far * group - offset + i for key in found for i in range(group)]
+    elements = [values[c] * far + ~c % far if 0 <= c < len(values) else 0 for c in columns]
+    bound = found[-1] // far * far if config.kept else 0
+    return [~key % far for key in find(elements, config.num_elements(spec), bound)]
+
+
+GROUPED = [(128, 8), (160, 8), (256, 5), (513, 1), (1000, 16), (512, 32), (1024, 64), (2048, 128)]
+GROUPED += [(4096, 64), (4096, 8), (4100, 7), (8192, 8), (8200, 128), (32000, 64)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("n", "k"), GROUPED)
+def test_the_groups_with_the_largest_maxima_hold_the_largest(n: int, k: int, dtype: str) -> None:
+    """Whatever the values: at random, sorted, and few different ones, where ties decide."""
+    rng = random.Random(n)
+    for align in (16, 4):
+        spec = TopKFwdSpec(n, k, dtype, align=align)
+        offset = 0 if spec.whole else spec.full_vector - 1
+        for values in (
+            [rng.randrange(1, 10**6) for _ in range(n)],
+            list(range(1, n + 1)),
+            list(range(n, 0, -1)),
+            [rng.randrange(1, 3) for _ in range(n)],
+            [1] * n,
+        ):
+            right = sorted(range(n), key=lambda c: (-values[c], c))[:k]
+            assert by_groups(values, k, offset, spec) == right, (align, values[:9])
 
 
 def test_configurations_of_the_backward() -> None:

@@ -29,9 +29,9 @@ def evaluate(
     register = cute.make_rmem_tensor(1, to_cute(spec.x))
     for i in range(bits.shape[0]):
         cute.recast_tensor(register, bits.element_type)[0] = bits[i]
-        key = Keys(spec).of(register, 0, columns[i])
+        key = Keys(spec.x, spec.n).of(register, 0, columns[i])
         keys[i] = cutlass.Int64(key)
-        found[i] = Int32(Keys(spec).column(key))
+        found[i] = Int32(Keys(spec.x, spec.n).place(key))
 
 
 def main() -> None:

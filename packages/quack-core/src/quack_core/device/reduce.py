@@ -113,6 +113,34 @@ def _times_exp(total: Float32, rest: Float32, x: Float32) -> tuple[Float32, Floa
 
 
 @cute.jit
+def _moments(a: Partial, b: Partial) -> Partial:
+    """Around the first one's point, or the other's where the first has no values."""
+    point = b[1] if a[0] == 0.0 else a[1]
+    one, other = _around(point, a), _around(point, b)
+    return a[0] + b[0], point, one[0] + other[0], one[1] + other[1]
+
+
+def _moments_warp(value: Partial, lanes: int, even: bool) -> Partial:
+    """One point for all lanes first, their mean but for its rounding: then sums simply add up."""
+    count, point, distances, _ = value
+    total = (cute.math.fma(count, point, distances),)
+    if even:
+        (total,), number = warp_reduce(total, SUM, lanes), count * Float32(lanes)
+    else:
+        total, number = warp_reduce((*total, count), SUM2, lanes)
+    mean = fast_math.product(total, fast_math.inverse(cute.arch.fmax(number, Float32(1.0))))
+    return number, mean, *warp_reduce(_around(mean, value), SUM2, lanes)
+
+
+def _around(point: Float32, value: Partial) -> Partial:
+    """Distances from another point, and their squares: (n, p, a, q) to (a, q)."""
+    count, old, distances, squares = value
+    step = old - point
+    moved = cute.math.fma(count, step, distances)
+    return moved, cute.math.fma(step, distances + moved, squares)
+
+
+@cute.jit
 def finite(largest: Float32) -> Float32:
     """A maximum that can be subtracted: 0 for -inf, so that no inf - inf makes a NaN."""
     return Float32(0.0) if largest == Float32(-math.inf) else largest
@@ -144,6 +172,19 @@ ONLINE_SOFTMAX_COMPENSATED = Reduction(
 """(m, s, rest): s + rest is the same sum as if it were rounded once, of up to 2 ** 18 values."""
 
 
+def moments(even: bool) -> Reduction:
+    """(n, p, a, q): of n values, the sum of distances from p, and that of their squares.
+
+    p is the mean of some of them, but for rounding: q is at most a few times what it is around the
+    mean of all, whatever that is, and an outlier takes no digits from the others.
+
+    Args:
+        even: all threads have the same number of values, and the threads are a power of two.
+    """
+    warp = functools.partial(_moments_warp, even=even)
+    return Reduction((0.0, 0.0, 0.0, 0.0), _moments, warp, collects=True)
+
+
 def thread_sum(values: cute.TensorSSA) -> Float32:
     """Sum of the values that one thread holds: some chains side by side, each in index order."""
     return _chains([values[i] for i in range(cute.size(values.shape))], lambda s, v: s + v)
@@ -167,6 +208,34 @@ def thread_squares(values: cute.TensorSSA) -> Float32:
     listed = [values[i] for i in range(cute.size(values.shape))]
     squares = [fast_math.product(v, v) for v in listed[:CHAINS]]
     return _chains(squares + listed[CHAINS:], lambda s, v: cute.math.fma(v, v, s))
+
+
+@cute.jit
+def thread_moments(values: cute.TensorSSA, exists: cute.TensorSSA | None = None) -> Partial:
+    """(n, p, a, q) of the values that one thread holds; p is the mean of the first few.
+
+    Args:
+        exists: which of them count: the first so many; the others are finite.
+    """
+    size = const_expr(cute.size(values.shape))
+    few = const_expr(min(CHAINS, 1 << (size.bit_length() - 1)))
+    count, point = Float32(size), _mean_of(values, few)
+    left = values - point
+    distances, squares = thread_sum(left), thread_squares(left)
+    if const_expr(exists is not None):
+        if not exists[size - 1]:  # some threads at the end of a row
+            ones = cute.where(exists, cute.full_like(values, 1.0), cute.full_like(values, 0.0))
+            count = thread_sum(ones)
+            point = point if count >= few else values[0]
+            left = cute.where(exists, values - point, cute.full_like(values, 0.0))
+            distances, squares = thread_sum(left), thread_squares(left)
+    return count, point, distances, squares
+
+
+def _mean_of(values: cute.TensorSSA, count: int) -> Float32:
+    """Of the first few, a power of two."""
+    total = combine_tree([(values[i],) for i in range(count)], SUM)
+    return fast_math.product(total[0], Float32(1 / count))
 
 
 def _chains(values: list[Float32], add: Callable[[Float32, Float32], Float32]) -> Float32:

@@ -45,7 +45,6 @@ class ReductionBase:
         reduction: the operation; its width is the number of float32 values reduced together.
         buffers: 1 if a kernel reduces once; 2 if more often (rounds use them in turn).
         barrier: of the threads that reduce, where a CTA has more; None: the whole CTA reduces.
-        width: of the widest operation, if a kernel reduces by others as well.
     """
 
     def __init__(
@@ -54,10 +53,9 @@ class ReductionBase:
         reduction: Reduction = SUM,
         buffers: int = 1,
         barrier: NamedBarrier | None = None,
-        width: int = 0,
     ):
         self.tiling, self.reduction, self.buffers = tiling, reduction, buffers
-        self.barrier, self.width = barrier, max(width, reduction.width)
+        self.barrier = barrier
 
     def thread_in_row(self, tid: Int32) -> Int32:
         return tid % self.tiling.threads_per_row
@@ -67,10 +65,10 @@ class ReductionBase:
 
     def allocate(self, smem: cutlass.memory.SmemAllocator) -> Exchange:
         """Room for partial results, and the cluster's mbarriers."""
-        tiling = self.tiling
+        tiling, width = self.tiling, self.reduction.width
         shapes = (
-            (self.width, tiling.warps_per_row, tiling.rows_per_cta, self.buffers),
-            (self.width, tiling.cluster, 1, self.buffers),
+            (width, tiling.warps_per_row, tiling.rows_per_cta, self.buffers),
+            (width, tiling.cluster, 1, self.buffers),
         )
         tensors = (
             smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
@@ -102,7 +100,6 @@ class ReductionBase:
         tid: Int32,
         round_idx: Int32,
         extra_bytes: cutlass.Constexpr[int] = 0,
-        reduction: cutlass.Constexpr[Reduction | None] = None,
     ) -> Partial:
         """``value`` over all threads of the row; each of them gets the result.
 
@@ -110,14 +107,12 @@ class ReductionBase:
 
         Args:
             extra_bytes: of other messages that complete on the round's mbarrier.
-            reduction: another operation than the kernel's.
 
         Synchronises: nothing if a row fits a warp; else one CTA barrier and, with a cluster, one
         phase of its mbarrier.
         """
         tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
-        operation = const_expr(self.reduction if reduction is None else reduction)
-        mbar = exchange.mbar
+        operation, mbar = const_expr(self.reduction), exchange.mbar
         if const_expr(operation.within_warp is None):
             total = warp_reduce(value, operation, tiling.lanes)
         else:

@@ -20,7 +20,10 @@ REDUCTIONS = {
     "max": reduce.MAX,
     "online": reduce.ONLINE_MAX_SUM,
     "compensated": reduce.ONLINE_SOFTMAX_COMPENSATED,
+    "moments": reduce.moments(even=False),
 }
+ABSENT = 1e30
+"""Stands for a value beyond the end of a row, which must not count."""
 
 
 @cute.jit
@@ -59,6 +62,11 @@ def thread(
             out[row, 0], out[row, 1] = reduce.thread_compensated_sum(
                 [values[i] for i in range(count)]
             )
+        elif cutlass.const_expr(name == "moments"):
+            given = values.load()
+            found = reduce.thread_moments(given, given < cute.full_like(given, ABSENT))
+            for w in cutlass.range_constexpr(4):
+                out[row, w] = found[w]
         else:
             out[row, 0], out[row, 1] = reduce.thread_online(values.load())
 

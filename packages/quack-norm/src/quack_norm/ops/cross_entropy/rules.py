@@ -30,7 +30,9 @@ def default_fwd(spec: CrossEntropyFwdSpec, arch: Arch) -> FwdConfig | StreamConf
         return _stream(spec, arch)
     for config in _staged(best):
         if rules.fits(config, best, arch):
-            fewer = spec.align < 16 and not spec.odd  # the rule knows of shifts where all rows need them
+            fewer = (
+                spec.align < 16 and not spec.odd
+            )  # the rule knows of shifts where all rows need them
             return replace(config, ctas_per_sm=max(1, config.ctas_per_sm - fewer))
     raise UnsupportedError(
         f"cross_entropy, {spec.n} classes on {arch.name}",

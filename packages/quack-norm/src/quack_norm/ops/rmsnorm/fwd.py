@@ -7,11 +7,11 @@ from cutlass import Float32, Int32
 from quack_core.device import fast_math
 from quack_core.device.reduce import (
     SUM,
-    SUM2,
     Partial,
     Reduction,
+    moments,
+    thread_moments,
     thread_squares,
-    thread_sum,
 )
 from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.tile import RowMapTile
@@ -53,71 +53,66 @@ class RMSNormRows:
         return self.spec.centred
 
     def reduction_of(self, spec: RMSNormFwdSpec) -> Reduction:
-        return SUM
-
-    def second_of(self, spec: RMSNormFwdSpec) -> Reduction | None:
-        return SUM2 if spec.centred else None
+        return moments(self.config.even(spec)) if spec.centred else SUM
 
     def combine(self, first, second, scalars):
         return first if second is None else first + second
 
     def partial(self, values, exists) -> Partial:
-        return (thread_sum(values) if self.spec.centred else thread_squares(values),)
-
-    def again(self, values, total: Partial, exists) -> Partial:
-        """Sum and squares of what is left without the rounded mean, which cancels nothing."""
-        left = values - self.mean(total)
-        if exists is not None:
-            left = cute.where(exists, left, cute.full_like(left, 0.0))
-        return thread_sum(left), thread_squares(left)
-
-    def mean(self, total: Partial) -> Float32:
-        return fast_math.product(total[0], Float32(1 / self.spec.n))
+        return thread_moments(values, exists) if self.spec.centred else (thread_squares(values),)
 
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:
         """rstd; for LayerNorm mean, what float32 lacks of the mean, and of rstd if it matters."""
         share = Float32(1 / self.spec.n)
         if not self.spec.centred:
             return (fast_math.rsqrt(cute.math.fma(total[0], share, scalars[0])),)
-        rest = fast_math.product(total[1], share)
-        squares = cute.math.fma(-rest, total[1], total[2])
+        _, point, distances, squares = total
+        beyond = fast_math.product(distances, share)
+        squares = cute.math.fma(-beyond, distances, squares)
         variance = cute.math.fma(squares, share, scalars[0])
         rstd = fast_math.rsqrt(variance)
-        known = rstd, self.mean(total), rest
+        known = rstd, *fast_math.fast_two_sum(point, beyond)
         exact = self.spec.out == "float32" and self.spec.weight is not None
         return (*known, fast_math.rsqrt_rest(variance, rstd)) if exact else known
 
     def result(self, values, known, columns, scalars):
-        if self.spec.centred:
-            values = (values - known[1]) - known[2]
-        rest = known[3] if len(known) > 3 else None
-        return scale(values, (known[0], rest), columns, scalars[1], self.spec)
+        rstd, *others = known
+        exact = self.spec.out == "float32"
+        if not self.spec.centred:
+            normalised = values * rstd
+        elif exact:
+            values = (values - others[0]) - others[1]
+            normalised = values * rstd
+        else:  # fused, in 16 bits
+            values = values - others[0]
+            normalised = values * rstd - fast_math.product(others[1], rstd)
+        lost = None
+        if exact and self.spec.weight is not None:  # one rounding for both products
+            factor = cute.full_like(values, 1.0) * rstd
+            lost = cute.math.fma(values, factor, -normalised)
+            lost = lost + values * others[2] if len(others) > 2 else lost
+        return scale(normalised, lost, columns, scalars[1], self.spec)
 
 
 class RMSNormFwd(RMSNormRows, RowMapTile):
     """RMSNorm of rows that a CTA takes at once."""
 
 
-def scale(h, rstd: tuple, columns: tuple, weight_offset: Float32, spec: RMSNormFwdSpec):
-    """h * rstd * (weight + offset) + bias, in float32; absent operands are None.
+def scale(values, lost, columns: tuple, weight_offset: Float32, spec: RMSNormFwdSpec):
+    """values * (weight + offset) + bias, in float32; absent operands are None.
 
     Args:
-        rstd: with what float32 lacks of it; None if that does not matter.
+        lost: what values lack; None if that does not matter.
         columns: registers of weight and bias.
     """
-    (rstd, rest), (rW, rB) = rstd, columns
-    values = h * rstd
+    rW, rB = columns
     if rW is not None:
         weight = rW.load().to(Float32)
         weight = weight + weight_offset if spec.offset else weight
-        if spec.out == "float32":  # one rounding for both products
-            factor = cute.full_like(values, 1.0) * rstd
-            lost = cute.math.fma(h, factor, -values)
-            if rest is not None:
-                lost = lost + h * rest
-            values = cute.math.fma(values, weight, lost * weight)
-        else:
+        if lost is None:
             values = values * weight
+        else:
+            values = cute.math.fma(values, weight, lost * weight)
     if rB is not None:
         values = values + rB.load().to(Float32)
     return values

@@ -2,13 +2,16 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+import cutlass.memory
+from cutlass import Boolean, Float32, Int32, Int64
 
 from quack_core.device import copy
 from quack_core.device.barrier import NamedBarrier
 from quack_core.device.reduce import SUM, Partial, Reduction
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import RowTiling
+
+from .config import LATE_WORDS, words
 
 Values = cute.TensorSSA | tuple[cute.TensorSSA, ...]
 """float32 vectors of a thread: one, or several that belong together."""
@@ -27,18 +30,12 @@ class RowMap(ReductionBase):
     holds = False  # whether threads hold their values between reduction and result
 
     def __init__(self, spec, config, buffers: int = 1, barrier: NamedBarrier | None = None):
-        self.spec, self.config, self.second = spec, config, self.second_of(spec)
-        width = 0 if self.second is None else self.second.width
-        buffers = buffers if self.second is None else 2
-        super().__init__(config.tiling(spec), self.reduction_of(spec), buffers, barrier, width)
+        self.spec, self.config = spec, config
+        super().__init__(config.tiling(spec), self.reduction_of(spec), buffers, barrier)
 
     def reduction_of(self, spec) -> Reduction:
         """The reduction of ``partial``."""
         return SUM
-
-    def second_of(self, spec) -> Reduction | None:
-        """The reduction of ``again``; None if one is enough."""
-        return None
 
     def combine(
         self,
@@ -61,34 +58,8 @@ class RowMap(ReductionBase):
         """Instead of ``partial`` where ``holds``: also what ``result`` needs of the values."""
         return values, self.partial(values, exists)
 
-    def again(self, values: Values, total: Partial, exists: cute.TensorSSA | None) -> Partial:
-        """A thread's part of the second reduction, for which the first total has to be known."""
-        raise NotImplementedError
-
-    @cute.jit
-    def reduce_again(self, partial: Partial, total: Partial, exchange, tid: Int32, step: Int32):
-        """Both totals, one behind the other."""
-        round_idx = 2 * step + 1
-        return (*total, *self.reduce(partial, exchange, tid, round_idx, reduction=self.second))
-
-    @cute.jit
-    def reduce_row(self, values: Values, partial: Partial, exists, exchange, tid, step: Int32):
-        """What ``finish`` needs, where threads have their values at hand.
-
-        Args:
-            step: how many rows came before.
-        """
-        if const_expr(self.second is None):
-            return self.reduce(partial, exchange, tid, step)
-        total = self.reduce(partial, exchange, tid, 2 * step)
-        return self.reduce_again(self.again(values, total, exists), total, exchange, tid, step)
-
     def finish(self, total: Partial, scalars: tuple[Float32, ...]) -> tuple[Float32, ...]:
-        """What is known of a row after the reductions; its first values are the row's statistics.
-
-        Args:
-            total: of the first reduction, then of the second.
-        """
+        """What is known of a row after the reduction; its first values are the row's statistics."""
         raise NotImplementedError
 
     def result(
@@ -104,6 +75,39 @@ class RowMap(ReductionBase):
             columns: registers of the operands that all rows share, such as weight and bias.
         """
         raise NotImplementedError
+
+    def smem_percent(self, l1: bool) -> int:
+        """How much of an SM's memory to ask for: what its CTAs need, or all.
+
+        Args:
+            l1: whether L1, which has the rest, should keep column operands.
+        """
+        if not l1:
+            return 100
+        reserved = 1024  # by the system, for each CTA
+        of_sm = cutlass.memory.SmemAllocator.capacity_in_bytes() + reserved
+        needed = max(1, self.config.ctas_per_sm) * (self.config.smem_bytes(self.spec) + reserved)
+        return min(100, -(-100 * needed // of_sm))
+
+    def by_vector(self, values: Values, known, columns, scalars, dtype, tiling: RowTiling):
+        """``result`` in the output's dtype, for a thread's vectors (vec, passes) one by one.
+
+        So that column operands take few registers.
+
+        Args:
+            columns: gives the registers of column operands for a pass.
+        """
+        parts, out = [], copy.make_registers(tiling, dtype)
+        for part in apart(values):
+            parts.append(copy.make_registers(tiling, Float32))
+            parts[-1].store(part)
+        at_once = max(1, LATE_WORDS // max(1, int(tiling.vec * words(*self.spec.columns))))
+        for p in range(tiling.passes):
+            if p and p % at_once == 0:  # or else all of them come first, and spill
+                cute.arch.sync_warp()
+            vector = together([part[None, p].load() for part in parts])
+            out[None, p].store(self.result(vector, known, columns(p), scalars).to(dtype))
+        return out.load()
 
     def exists(self, tiling: RowTiling, thread: Int32, count: Int32) -> cute.TensorSSA | None:
         """Which of a thread's elements (vec, passes) belong to the row.

@@ -13,8 +13,17 @@ HELD_VALUES = 32
 """Elements per thread from which the one-tile kernel takes weight and residual piece by piece."""
 REGISTERS = 65536
 """Of an SM."""
+LATE_WORDS = 16
+"""Registers for column operands that are read after the reduction, at least those of a vector."""
+EARLY_WORDS = 8
+"""Registers for column operands beside a row that waits: with more, fewer CTAs are on an SM."""
 LINE = 8
 """Widest accesses in a line of 128 bytes."""
+
+
+def words(*names: str) -> float:
+    """Registers of an element of each of some dtypes."""
+    return sum(dtypes.width(name) / 32 for name in names)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,23 @@ class RowConfig:
     def batches(self, spec: RowSpec) -> int:
         """How many of them a CTA has; 0: the kernel is another one."""
         return -(-self.slice_cols(spec) // self.batch(spec).n) if self.unroll else 0
+
+    def early(self, spec: RowSpec) -> bool:
+        """Whether threads read their part of column operands before a row is reduced, and hold it.
+
+        CTAs that stay read it once; others have it on its way while they reduce.
+        """
+        if self.persistent:
+            held = self.tiling(spec).values * words(*spec.rows, *spec.columns)
+            return held <= self.registers - (44 if spec.odd else 40) - spec.extra_registers
+        held = self.unroll * spec.full_vector * words(*spec.columns)
+        return self.batches(spec) == 1 and held <= EARLY_WORDS
+
+    def even(self, spec: RowSpec) -> bool:
+        """Whether all threads have the same number of elements, and they are a power of two."""
+        tiling = self.tiling(spec)
+        cols = self.batches(spec) * self.batch(spec).n if self.unroll else tiling.cols
+        return cols * self.cluster == spec.n and tiling.warps_per_row.bit_count() == 1
 
     def smem_bytes(self, spec: RowSpec) -> int:
         """Shared memory of a CTA."""

@@ -1,6 +1,6 @@
 """Long rows: CTAs that stay, draw rows from a counter, and keep rows in flight.
 
-One warp fetches rows by bulk copies; the others hold the columns in registers and compute. SMs
+One warp fetches rows by bulk copies; the others compute and hold the columns, in registers or L1. SMs
 differ in speed, so rows are drawn: with a fixed assignment the slowest SM decides.
 """
 
@@ -55,7 +55,8 @@ class RowMapRing(RowMap):
     Synchronises: a full and an empty mbarrier per stage; one named barrier per row, with a cluster
     one phase of its mbarrier too. In a cluster, row numbers travel from CTA 0 to the others.
     Global state: rows drawn, clusters that left; zero before, cleared by the last cluster to leave.
-    Traffic: every operand once; column operands once per CTA.
+    Traffic: every operand once; column operands once per CTA, or once per row from L1 where registers
+    do not hold them.
 
     Rows of any length and alignment: a row that is not aligned arrives with what lies around it in
     its 16-byte blocks. Threads own the same elements wherever a row lies; they are shifted in
@@ -64,6 +65,7 @@ class RowMapRing(RowMap):
 
     def __init__(self, spec, config: RowConfig):
         super().__init__(spec, config, buffers=2, barrier=Barrier.REDUCE)
+        self.early = config.early(spec)
         self.shifted = spec.odd or spec.align < copy.CHUNK
         self.tickets = config.stages + 2  # row numbers that may be under way in a cluster
 
@@ -76,7 +78,7 @@ class RowMapRing(RowMap):
             block=[self.config.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
             min_blocks_per_mp=max(1, self.config.ctas_per_sm),
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=self.smem_percent(not self.early),
             stream=stream,
         )
 
@@ -235,7 +237,9 @@ class RowMapRing(RowMap):
         """Work on the rows that arrive."""
         first = rank * self.tiling.cols
         place = (first, tid, self.count_from(first, self.tiling.cols), self._predicate(tid, rank))
-        columns = [self._columns(mW, place), self._columns(mB, place)]
+        columns = None
+        if const_expr(self.early):
+            columns = [self._columns(mW, place), self._columns(mB, place)]
         phase, step = barrier.full_phase(), Int32(0)
         barrier.wait(ring.full, phase)
         row = ring.rows[phase.stage]
@@ -249,17 +253,29 @@ class RowMapRing(RowMap):
             partial = self.partial(h, exists)
             if const_expr(mH is not None):
                 self._write(h, mH, at, place)
-            total = self.reduce_row(h, partial, exists, exchange, tid, step)
+            total = self.reduce(partial, exchange, tid, step)
             known = self.finish(total, scalars)
             if const_expr(mStatistic is not None):
                 if tid == 0 and rank == 0:
                     store_statistics(mStatistic, at, known)
-            y = self.result(self.values([rX, rR], scalars), known, columns, scalars)
-            self._write(y, mY, at, place)
+            h = self.values([rX, rR], scalars)
+            self._write(
+                self._finished(h, known, (mW, mB), columns, mY, place, scalars), mY, at, place
+            )
             step += 1
             phase = barrier.next_phase(phase, self.config.stages)
             barrier.wait(ring.full, phase)
             row = ring.rows[phase.stage]
+
+    def _finished(self, h, known, tensors, columns, mY, place, scalars) -> cute.TensorSSA:
+        """The results; column operands are read here unless they are there."""
+        if columns is not None:
+            return self.result(h, known, columns, scalars)
+
+        def read(p: int) -> list:
+            return [self._column_vector(tensor, place, p) for tensor in tensors]
+
+        return self.by_vector(h, known, read, scalars, mY.element_type, self.tiling)
 
     def _predicate(self, tid: Int32, rank: Int32) -> cute.Tensor | None:
         """Which vectors of this thread exist; None if all do, or if not even vectors are whole."""
@@ -271,16 +287,23 @@ class RowMapRing(RowMap):
         """The thread's vectors of a column operand: (vec, passes); None if there is none."""
         if tensor is None:
             return None
-        first, tid, count, pred = place
+        first, tid, _, pred = place
         tiling, align = self.tiling, self.spec.weight_align
         if not self.shifted:
             return copy.load_vectors(tensor.iterator + first, tiling, tid, align, pred)
         registers = copy.make_registers(tiling, tensor.element_type)
         for p in range(tiling.passes):
-            index = tiling.start(tid) + p * tiling.step
-            piece = copy.load_piece(tensor.iterator + first, index, count, tiling.vec, align)
-            registers[None, p].store(piece.load())
+            registers[None, p].store(self._column_vector(tensor, place, p).load())
         return registers
+
+    def _column_vector(self, tensor: cute.Tensor | None, place, p: int) -> cute.Tensor | None:
+        """The thread's vector of pass ``p`` of a column operand."""
+        if tensor is None:
+            return None
+        first, tid, count, _ = place
+        tiling, align = self.tiling, self.spec.weight_align
+        index = tiling.start(tid) + p * tiling.step
+        return copy.load_piece(tensor.iterator + first, index, count, tiling.vec, align)
 
     def _read(self, tensor, ring: cute.Tensor | None, stage: Int32, at, place):
         """The thread's vectors of a row in shared memory: (vec, passes); None without a ring."""

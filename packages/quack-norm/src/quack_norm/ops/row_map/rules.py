@@ -12,7 +12,7 @@ from quack_core import dtypes
 from quack_core.arch import Arch
 from quack_core.reduction.tiling import WARP
 
-from .config import HELD_VALUES, RowConfig
+from .config import HELD_VALUES, RowConfig, words
 from .spec import RowSpec
 
 Config = TypeVar("Config", bound=RowConfig)
@@ -52,7 +52,9 @@ def choose(kind: type[Config], best: RowSpec, arch: Arch) -> Config | None:
 
 def tries(kind: type[Config], spec: RowSpec, arch: Arch) -> list[Config]:
     """Configurations worth timing against the chosen one; all fit ``arch``."""
-    return [_as(kind, config) for config in _tries(spec) if fits(config, spec, arch)]
+    found = (*_tries(spec), *(() if spec.per_head else _staged(spec)))
+    fitting = (config for config in found if fits(config, spec, arch))
+    return list(dict.fromkeys(_as(kind, c) for c in fitting if not (kind.waits and c.persistent)))
 
 
 def _as(kind: type[Config], config: RowConfig) -> Config:
@@ -70,27 +72,30 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
             return False
         if ctas * (config.smem_bytes(spec) + KB) > arch.smem_per_sm:
             return False
+    vector = spec.full_vector * words(*spec.columns)  # of column operands that come late
     if config.unroll:  # a batch as it is and, where there is only one, as float32 meanwhile
         once = config.batches(spec) == 1
         values = config.unroll * spec.full_vector
-        held = values * (spec.kept if once else 1)
-        words = sum(dtypes.width(name) / 32 for name in (*spec.rows, *spec.columns))
+        held = values * (spec.kept if once else 1) + values * words(*spec.rows) / 2
+        early = config.early(spec)
+        late = vector / 4 if once else vector  # a value that is held makes room for its result
+        held += values * words(*spec.columns) / 2 if early else late
         # Of few warps each thread reads all partial results; shifting needs some as well.
-        spare = 8 if config.threads_per_row > 256 else 18 if once else 12
+        spare = 12 if not once else 18 if spec.columns else 10
+        if early and config.threads_per_row > 256:
+            spare = 8
         spare += 4 * spec.odd + spec.extra_registers
-        return held + values * words / 2 <= config.registers - spare
+        return held <= config.registers - spare
     values = config.tiling(spec).values
     if values > HELD_VALUES and not config.shifted:  # held in float32
         return values * spec.kept <= config.registers - 72
     if config.shifted:  # x and residual are held as they are, and a vector of sums
-        words = sum(dtypes.width(name) / 32 for name in spec.rows)
-        return values * words <= config.registers - 44
-    if config.persistent:  # everything as it is
-        words = sum(dtypes.width(name) / 32 for name in (*spec.rows, *spec.columns))
-        spare = (44 if spec.odd else 40) + spec.extra_registers
-        return values * words <= config.registers - spare
-    words = 1 + sum(dtypes.width(name) / 32 for name in spec.rows[1:])  # x becomes float32
-    return values * words <= config.registers - 32
+        return values * words(*spec.rows) <= config.registers - 44
+    if config.persistent:  # everything as it is, or rows alone, and as float32 meanwhile
+        held = values * (1 + words(*spec.rows)) + vector / 2
+        return config.early(spec) or held <= config.registers - 40
+    held = values * (1 + words(*spec.rows[1:]))  # x becomes float32
+    return held <= config.registers - 32
 
 
 def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
@@ -110,7 +115,10 @@ def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
 
 
 def _ranked_waiting(spec: RowSpec) -> Iterator[RowConfig]:
-    """The same where long rows wait in shared memory."""
+    """The same where long rows wait in shared memory, unless two CTAs hold them at once."""
+    half = 256 * HELD_VALUES
+    if half < spec.n <= 2 * half and len(spec.rows) == 1 and not spec.odd:
+        yield RowConfig(threads_for(-(-spec.n // 2), spec.vec, HELD_VALUES), cluster=2)
     if spec.n * dtypes.width(spec.x) // 8 > MAX_WARP_BYTES or (spec.odd and spec.n >= MIN_SHIFTED):
         yield from _staged(spec)
     for values in (8, 16, 32):  # of a warp

@@ -45,7 +45,7 @@ class RowMapStaged(RowMap):
         self.holds = self.batches == 1 and not spec.odd
         super().__init__(spec, config, barrier=barrier)
         self.shifted = spec.odd or spec.align < copy.CHUNK
-        self.cols = config.slice_cols(spec)
+        self.cols, self.early = config.slice_cols(spec), config.early(spec)
         # Results need no fixed owners: pieces of memory then, where they are the same for all rows.
         again = self.shifted and not self.holds
         self.by_pieces = again and spec.in_phase and not spec.columns
@@ -59,7 +59,7 @@ class RowMapStaged(RowMap):
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
             min_blocks_per_mp=max(1, self.config.ctas_per_sm),
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=self.smem_percent(bool(self.spec.columns)),
             stream=stream,
         )
 
@@ -82,23 +82,22 @@ class RowMapStaged(RowMap):
         cute.arch.sync_threads()
         place = (at, first, tid, count)
         if const_expr(self.holds):
-            h, partial, exists = self._hold(mX, mR, mH, stages, full, place, scalars)
-            columns = self._columns((mW, mB), place, Int32(0))
+            h, partial = self._hold(mX, mR, mH, stages, full, place, scalars)
+            columns = None
+            if const_expr(self.early):
+                columns = self._columns((mW, mB), place, Int32(0))
             self.join_cluster()
-            total = self.reduce_row(h, partial, exists, exchange, tid, Int32(0))
+            total = self.reduce(partial, exchange, tid, Int32(0))
         else:
             partial = self._accumulate(mX, mR, mH, stages, full, place, scalars)
             self.join_cluster()
             total = self.reduce(partial, exchange, tid, Int32(0))
-            if const_expr(self.second is not None):
-                partial = self._accumulate_again(mX, mR, stages, total, place, scalars)
-                total = self.reduce_again(partial, total, exchange, tid, Int32(0))
         known = self.finish(total, scalars)
         if const_expr(mStatistic is not None):
             if tid == 0 and rank == 0:
                 store_statistics(mStatistic, at, known)
         if const_expr(self.holds):
-            self._write(self.result(h, known, columns, scalars), mY, place, Int32(0))
+            self._finish_batch(h, known, (mW, mB), columns, mY, place, Int32(0), scalars)
         else:
             self._results(mX, mR, mW, mB, mY, stages, place, known, scalars)
 
@@ -152,7 +151,7 @@ class RowMapStaged(RowMap):
 
     @cute.jit
     def _hold(self, mX, mR, mH, stages, full: cute.Pointer, place, scalars):
-        """The thread's values of the only batch, its part of the reduction, and which exist."""
+        """What the result needs of the thread's values, the only batch, and its part of the sum."""
         _, _, tid, count = place
         if count > 0:
             barrier.wait(full, Phase(Int32(0), Int32(0)))
@@ -160,8 +159,7 @@ class RowMapStaged(RowMap):
         if const_expr(mH is not None):
             self._write(h, mH, place, Int32(0))
         exists = self.exists(self.batch, tid, count)
-        h, partial = self.keep(h, exists)
-        return h, partial, exists
+        return self.keep(h, exists)
 
     @cute.jit
     def _accumulate(self, mX, mR, mH, stages, full: cute.Pointer, place, scalars) -> Partial:
@@ -177,17 +175,6 @@ class RowMapStaged(RowMap):
                 self._write(h, mH, place, b)
         return total
 
-    @cute.jit
-    def _accumulate_again(self, mX, mR, stages, first: Partial, place, scalars) -> Partial:
-        """The thread's part of the second reduction."""
-        _, _, tid, count = place
-        total = self.second.neutral()
-        for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
-            h = self._values(mX, mR, stages, place, scalars, b)
-            exists = self.exists(self.batch, tid, count - b * self.batch.n)
-            total = self.second.combine(total, self.again(h, first, exists))
-        return total
-
     def _results(self, mX, mR, mW, mB, mY, stages, place, known, scalars) -> None:
         """Write the results; values are read again."""
         if self.by_pieces:
@@ -200,9 +187,20 @@ class RowMapStaged(RowMap):
         """Write the results batch by batch, by the owners of the values."""
         _, _, _, count = place
         for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
-            columns = self._columns((mW, mB), place, b)
             h = self._values(mX, mR, stages, place, scalars, b)
-            self._write(self.result(h, known, columns, scalars), mY, place, b)
+            self._finish_batch(h, known, (mW, mB), None, mY, place, b, scalars)
+
+    def _finish_batch(self, h, known, tensors, columns, mY, place, b: Int32, scalars) -> None:
+        """Write the results of a batch; column operands are read here unless they are there."""
+        if columns is None and any(tensor is not None for tensor in tensors):
+
+            def read(p: int) -> list:
+                return [self._column_vector(tensor, place, b, p) for tensor in tensors]
+
+            y = self.by_vector(h, known, read, scalars, mY.element_type, self.batch)
+        else:
+            y = self.result(h, known, columns or [None, None], scalars)
+        self._write(y, mY, place, b)
 
     @cute.jit
     def _pieces(self, mY, stages, place, known, scalars):
@@ -273,7 +271,14 @@ class RowMapStaged(RowMap):
             return copy.load_vectors(start, batch, tid, align, self._predicate(tid, left))
         registers = copy.make_registers(batch, tensor.element_type)
         for p in range(batch.passes):
-            index = batch.start(tid) + p * batch.step
-            piece = copy.load_piece(start, index, left, batch.vec, align)
-            registers[None, p].store(piece.load())
+            registers[None, p].store(self._column_vector(tensor, place, b, p).load())
         return registers
+
+    def _column_vector(self, tensor: cute.Tensor | None, place, b: Int32, p: int):
+        """The thread's vector of pass ``p`` of a column operand."""
+        if tensor is None:
+            return None
+        at, first, tid, count = place
+        batch, align = self.batch, self.spec.weight_align
+        start, index = column_pointer(tensor, at, first), batch.start(tid) + p * batch.step
+        return copy.load_piece(start + b * batch.n, index, count - b * batch.n, batch.vec, align)

@@ -82,7 +82,7 @@ class RowMapTile(RowMap):
         self.join_cluster()
         exists = self.exists(tiling, thread, tiling.n - first)
         h, partial = self.keep(h, exists) if self.holds else (h, self.partial(h, exists))
-        total = self.reduce_row(h, partial, exists, exchange, tid, Int32(0))
+        total = self.reduce(partial, exchange, tid, Int32(0))
         known = self.finish(total, scalars)
         if const_expr(mStatistic is not None):
             if valid and thread == 0 and rank == 0:

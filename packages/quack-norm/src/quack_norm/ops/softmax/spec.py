@@ -44,8 +44,8 @@ class SoftmaxFwdSpec(Vectors):
 
     @property
     def extra_registers(self) -> int:
-        """What compensated sums of many short values need."""
-        return 16 * (self.out == "float32" and self.x != self.out)
+        """What compensated sums of many short values need, and values kept beside exponentials."""
+        return 16 * (self.out == "float32" and self.x != self.out) + 4 * self.log
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What both forward kernels do with the keys of a row: sort them, write the results."""
+"""What all forward kernels do with the keys of a row: sort them, write the results."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -6,26 +6,28 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core.device import fast_math
+from quack_core.device.barrier import NamedBarrier
 from quack_core.device.reduce import SUM, thread_sum
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.base import Exchange, ReductionBase
 from quack_core.reduction.tiling import WARP
 
-from .config import SelectConfig, SortConfig
+from .config import FwdConfig
 from .keys import Keys, choose
 from .network import Step, steps
 from .spec import TopKFwdSpec
 
 
 class TopKFwd(ReductionBase):
-    """A kernel of ``threads_per_row`` threads per row, each with ``num_keys`` keys in registers.
+    """A kernel whose threads have keys of a row in registers, and sort them.
 
-    Its tiling is that of the results, whose sum the softmax needs.
+    Its tiling is that of the results, whose sum the softmax needs: the threads that share a row
+    there sort its keys as well.
     """
 
-    def __init__(self, spec: TopKFwdSpec, config: SortConfig | SelectConfig):
-        super().__init__(config.results(spec), SUM)
-        self.spec, self.config, self.keys = spec, config, Keys(spec)
+    def __init__(self, spec: TopKFwdSpec, config: FwdConfig, barrier: NamedBarrier | None = None):
+        super().__init__(config.results(spec), SUM, barrier=barrier)
+        self.spec, self.config, self.keys = spec, config, Keys(spec.x, spec.n)
 
     @cute.jit
     def __call__(  # the launcher's messages use these names
@@ -37,26 +39,22 @@ class TopKFwd(ReductionBase):
     ):
         rows = values.shape[0]
         self.kernel(x, values, indices, rows).launch(
-            grid=[cute.ceil_div(rows, self.tiling.rows_per_cta), 1, 1],
-            block=[self.tiling.num_threads, 1, 1],
+            grid=[cute.ceil_div(rows, self.config.rows_per_cta), 1, 1],
+            block=[self.config.num_threads, 1, 1],
             stream=stream,
         )
 
-    def network(self) -> list[Step]:
-        threads = self.config.threads_per_row
-        return list(steps(self.config.num_keys(self.spec), threads, self.spec.k))
-
     def sort(self, keys: list, thread: Int32, sKeys: cute.Tensor) -> list:
-        """The largest keys first: key e of thread t is number ``num_keys * t + e``.
+        """The k largest keys first: key e of thread t is number ``len(keys) * t + e`` of the result.
 
         Args:
-            keys: of this thread.
+            keys: of this thread; their number is a power of two.
             thread: of the row.
-            sKeys: (capacity,) for the exchange between warps.
+            sKeys: for the exchange between warps: keys of all threads.
 
-        Synchronises: two CTA barriers for each step between warps.
+        Synchronises: two barriers of the row's threads for each step between warps.
         """
-        for step in self.network():
+        for step in steps(len(keys), self.tiling.threads_per_row, self.spec.k):
             if step.mask >= len(keys):
                 keys = self._meet_threads(keys, step, thread, sKeys)
             elif step.halves:
@@ -83,18 +81,25 @@ class TopKFwd(ReductionBase):
         self, keys: list, lanes: int, registers: int, thread: Int32, sKeys: cute.Tensor
     ) -> list:
         """The keys of thread ``thread ^ lanes``."""
-        step = self.config.threads_per_row  # neighbouring threads, neighbouring keys
+        step = self.tiling.threads_per_row  # neighbouring threads, neighbouring keys
         for e, key in enumerate(keys):
             sKeys[e * step + thread] = key
-        cute.arch.sync_threads()
+        self._sync()
         others = [sKeys[(e ^ registers) * step + (thread ^ lanes)] for e in range(len(keys))]
-        cute.arch.sync_threads()
+        self._sync()
         return others
+
+    @cute.jit
+    def publish(self, keys: list, sKeys: cute.Tensor, thread: Int32) -> None:
+        """Sorted keys of this thread into shared memory, as far as they are among the first k."""
+        for e in cutlass.range_constexpr(len(keys)):
+            p = thread * len(keys) + e
+            if p < self.spec.k:
+                sKeys[p] = keys[e]
 
     @cute.jit
     def write(
         self,
-        keys: list,
         sKeys: cute.Tensor,
         exchange: Exchange | None,
         pX: cute.Pointer,
@@ -104,11 +109,10 @@ class TopKFwd(ReductionBase):
         valid: Boolean,
         tid: Int32,
     ) -> None:
-        """Write the results of a row: the threads take them in turn, through shared memory.
+        """Write the results of a row: the threads take them in turn.
 
         Args:
-            keys: of this thread, sorted.
-            sKeys: (capacity,) of the row; nobody reads it any more.
+            sKeys: of the row, into which its threads have published sorted keys.
             exchange: for the sum of the softmax.
             pX: first element of the row.
             valid: whether the row exists.
@@ -116,27 +120,24 @@ class TopKFwd(ReductionBase):
         Synchronises: the threads of the row, and their reduction.
         """
         tiling, thread = const_expr(self.tiling), self.thread_in_row(tid)
-        for e in cutlass.range_constexpr(len(keys)):
-            p = thread * len(keys) + e
-            if p < self.spec.k:
-                sKeys[p] = keys[e]
-        self._sync_row()
+        self.sync_row()
         wanted = [tiling.start(thread) + p * tiling.step for p in range(tiling.passes)]
         inside = [valid & (p < self.spec.k) for p in wanted]
         places = [choose(exists, p, Int32(0)) for p, exists in zip(wanted, inside, strict=True)]
-        columns = [self.keys.column(sKeys[p]) for p in places]
+        columns = [self.keys.place(sKeys[p]) for p in places]
         values = [element(pX + column) for column in columns]
         if const_expr(self.spec.softmax):
-            largest = element(pX + self.keys.column(sKeys[0]))
+            largest = element(pX + self.keys.place(sKeys[0]))
             values = self._softmax(values, largest, inside, exchange, tid)
         for p in cutlass.range_constexpr(tiling.passes):
             if inside[p]:
                 mIndices[Int64(row), wanted[p]] = Int64(columns[p])
                 mValues[Int64(row), wanted[p]] = values[p].to(mValues.element_type)
 
-    def _sync_row(self) -> None:
+    def sync_row(self) -> None:
+        """Wait for the threads that sort a row."""
         if self.tiling.threads_per_row > WARP:
-            cute.arch.sync_threads()
+            self._sync()
         else:
             cute.arch.sync_warp()
 
@@ -169,12 +170,17 @@ def _halve(keys: list, run: int) -> list:
 
 
 def _meet_registers(keys: list, step: Step) -> list:
-    """Each pair in order, the larger first."""
-    keys = list(keys)
+    """Each pair in order, the larger first.
+
+    A 64-bit maximum takes four instructions; what is left of the pair then takes two.
+    """
+    keys, wide = list(keys), keys[0].dtype.width == 64
     for low in range(len(keys)):
         if not low & step.high_bit:
             a, b = keys[low], keys[low ^ step.mask]
-            keys[low], keys[low ^ step.mask] = cutlass.max(a, b), cutlass.min(a, b)
+            larger = cutlass.max(a, b)
+            smaller = a ^ b ^ larger if wide else cutlass.min(a, b)
+            keys[low], keys[low ^ step.mask] = larger, smaller
     return keys
 
 

@@ -65,7 +65,8 @@ class TopKSelect(TopKFwd):
             lowest, count = self._select(pX, counters, tid)
         keys = self._gather(pX, lowest, count, counters.slot, sKeys, tid)
         keys = self.sort(keys, tid, sKeys)
-        self.write(keys, sKeys, exchange, pX, mValues, mIndices, row, row < rows, tid)
+        self.publish(keys, sKeys, tid)
+        self.write(sKeys, exchange, pX, mValues, mIndices, row, row < rows, tid)
 
     def _allocate_counters(self, smem: cutlass.memory.SmemAllocator) -> Counters:
         sizes = self.config.num_bins, self.config.num_threads // WARP, 3, 1

@@ -36,7 +36,8 @@ class TopKSort(TopKFwd):
 
         thread, mine = self.thread_in_row(tid), sKeys[None, self.row_in_cta(tid)]
         keys = self.sort(self._load(pX, thread), thread, mine)
-        self.write(keys, mine, exchange, pX, mValues, mIndices, row, valid, tid)
+        self.publish(keys, mine, thread)
+        self.write(mine, exchange, pX, mValues, mIndices, row, valid, tid)
 
     def _load(self, pX: cute.Pointer, thread: Int32) -> list:
         """Keys of a thread's elements; 0 where there is none."""

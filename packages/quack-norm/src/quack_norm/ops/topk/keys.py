@@ -6,34 +6,37 @@ from cutlass import Boolean, Int32, Uint16, Uint32, Uint64
 
 from quack_core import dtypes
 
-from .spec import TopKFwdSpec
+from .spec import key_bytes
 
 _INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F800000, "float16": 0x7C000000}
 """Bits of +inf in the upper end of a word; of a NaN those behind the sign are larger."""
 
 
 class Keys:
-    """Makes keys of a spec's elements.
+    """Makes keys of values at ``places`` places: the elements of a row, or groups of them.
 
     The upper bits are the value, such that larger values are larger integers; NaN is the largest,
-    and zeros are equal. The lower bits are all index bits minus the index. So keys of a row are all
+    and zeros are equal. The lower bits are all index bits minus the place. So keys of a row are all
     different, and none is 0, which stands for no element.
+
+    Args:
+        x: dtype of the values.
     """
 
-    def __init__(self, spec: TopKFwdSpec):
-        self.spec = spec
-        self.dtype = Uint32 if spec.key_bytes == 4 else Uint64
-        self.mask = (1 << spec.index_bits) - 1
+    def __init__(self, x: str, places: int):
+        self.x, self.index_bits = x, (places - 1).bit_length()
+        self.dtype = Uint32 if key_bytes(x, places) == 4 else Uint64
+        self.mask = (1 << self.index_bits) - 1
 
-    def of(self, registers: cute.Tensor, i: int, column: Int32):
-        """Key of register ``i``, the element in ``column``."""
-        width = dtypes.width(self.spec.x)
-        value = ordered(bits(registers, i), _INFINITY[self.spec.x]) >> (32 - width)
-        index = ~Uint32(column) & Uint32(self.mask)
-        return (self.dtype(value) << self.spec.index_bits) | self.dtype(index)
+    def of(self, registers: cute.Tensor, i: int, place: Int32):
+        """Key of register ``i``, which comes from ``place``."""
+        width = dtypes.width(self.x)
+        value = ordered(bits(registers, i), _INFINITY[self.x]) >> (32 - width)
+        index = ~Uint32(place) & Uint32(self.mask)
+        return (self.dtype(value) << self.index_bits) | self.dtype(index)
 
-    def column(self, key) -> Int32:
-        """The column of a key."""
+    def place(self, key) -> Int32:
+        """Where a key comes from."""
         return Int32(~Uint32(key) & Uint32(self.mask))
 
 

@@ -11,7 +11,7 @@ from quack_core.jit import cache
 from quack_norm.ops import rows
 from quack_norm.ops.row_map.launch import Aligned, Launcher, on_device
 
-from .config import SortConfig, default_bwd, default_fwd
+from .config import SelectConfig, SortConfig, default_bwd, default_fwd
 from .spec import TopKBwdSpec, TopKFwdSpec
 
 # The keys hold dtypes, ranks, N, k and flags. M is not among them, so their number is bounded.
@@ -67,11 +67,15 @@ def backward(
 
 def _forward(spec: TopKFwdSpec, device: int) -> Launcher:
     """A launcher for rows like these, whatever their alignment."""
-    if not isinstance(default_fwd(spec), SortConfig):  # takes rows that begin anywhere
-        return _kernel(replace(spec, align=dtypes.width(spec.x) // 8), device)
+    element = dtypes.width(spec.x) // 8
+    config = default_fwd(spec)
+    if isinstance(config, SelectConfig):  # takes rows that begin anywhere
+        return _kernel(replace(spec, align=element), device)
 
     def alignment(x: Tensor, *_: Tensor) -> tuple[int]:
-        return (rows.alignment(x),)
+        found = rows.alignment(x)
+        # groups are read in whole vectors of memory: either rows begin with one, or anywhere
+        return (found if isinstance(config, SortConfig) or found == 16 else element,)
 
     return Aligned(lambda align: _kernel(replace(spec, align=align), device), alignment)
 

@@ -66,6 +66,23 @@ def steps(values: int, threads: int, k: int) -> Iterator[Step]:
         block *= 2
 
 
+def work(values: int, threads: int, k: int) -> int:
+    """Instructions that all steps take of a thread, about: to choose between networks.
+
+    A pair within a thread takes two. A key that meets one of another thread takes a shuffle, which
+    runs at half the rate of others, and a maximum, or a comparison and a choice.
+    """
+    count = 0
+    for step in steps(values, threads, k):
+        if step.mask >= values:
+            count += (3 if step.halves else 4) * values
+            continue
+        if step.halves:
+            values //= 2
+        count += values
+    return count
+
+
 def _merge(size: int) -> Iterator[Step]:
     """Sort a run that first falls and then rises, or the other way round."""
     distance = size // 2

@@ -54,19 +54,19 @@ class TopKFwdSpec:
         return math.gcd(self.full_vector, self.n)
 
     @property
-    def index_bits(self) -> int:
-        """Low bits of a key: the index."""
-        return (self.n - 1).bit_length()
+    def whole(self) -> bool:
+        """Whether rows are whole 128-bit vectors, and begin with one."""
+        return self.align == 16 and self.vec == self.full_vector
 
     @property
     def key_bits(self) -> int:
-        """Bits of a key: value and index."""
-        return dtypes.width(self.x) + self.index_bits
+        """Bits of an element's key: value and index."""
+        return dtypes.width(self.x) + (self.n - 1).bit_length()
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the integer that holds a key."""
-        return 4 if self.key_bits <= 32 else 8
+        """Bytes of the integer that holds an element's key."""
+        return key_bytes(self.x, self.n)
 
     @property
     def name(self) -> str:
@@ -106,6 +106,11 @@ class TopKBwdSpec:
         """Kernel name, as profilers show it."""
         kind = "topk_softmax" if self.softmax else "topk"
         return f"{kind}_bwd_{dtypes.short(self.dx)}_n{self.n}_k{self.k}"
+
+
+def key_bytes(x: str, places: int) -> int:
+    """Bytes of the integer that holds a value and which of ``places`` places it comes from."""
+    return 4 if dtypes.width(x) + (places - 1).bit_length() <= 32 else 8
 
 
 def _check(n: int, k: int) -> None:
