@@ -69,6 +69,7 @@ SPECS = [
     fwd(32000, 64, F32),
     fwd(50257, 100, softmax=True),
     fwd(131072, 128),
+    fwd(262144, 64),
     fwd(2**20, 8, F32),
     fwd(16385, 300, F16, rank=3),
     fwd(50257, 1024, F32, softmax=True),

@@ -19,7 +19,7 @@ from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import Layout, random
 from quack_norm.ops import rows
 from quack_norm.ops.cross_entropy import autograd, launch, reference
-from quack_norm.ops.cross_entropy.config import CHUNKS, STATE_INTS
+from quack_norm.ops.cross_entropy.config import STATE_INTS, WEIGHT_CHUNKS
 from quack_norm.ops.cross_entropy.spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec
 from quack_norm.ops.row_map import launch as row_launch
 
@@ -69,7 +69,8 @@ class Kernels:
         *options_given, groups = numbers
         options = self._options(spec, tuple(options_given), spec.reduction)
         stays = not (spec.dx or spec.smoothing)
-        assert groups == (min(target.numel(), RESIDENT) if stays else 0)
+        each = -(-target.numel() // RESIDENT)
+        assert groups == (-(-target.numel() // each) if stays else 0)
         count = self._rows(spec, input, target, weight, dx if spec.dx else None)
         assert (dx is None) is not spec.dx
         assert all(dense(each, F32, (count,)) for each in (lse, peak, exp_sum))
@@ -79,7 +80,7 @@ class Kernels:
             assert sums is None and total is None and loss is None and state is None
         else:
             assert losses is None and state is self.state
-            assert sums is not None and dense(sums, F32, (2, max(count, CHUNKS)))
+            assert sums is not None and dense(sums, F32, (2, max(count, WEIGHT_CHUNKS)))
             assert total is not None and dense(total, F32, (1,))
             assert loss is not None and dense(loss, input.dtype, (1,))
         logits = input.reshape(-1, spec.n).clone()

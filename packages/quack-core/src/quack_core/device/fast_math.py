@@ -59,12 +59,6 @@ def exp(x: Float32) -> Float32:
     return exp2(x * Float32(LOG2_E))
 
 
-def exp_beyond(x: Values, shift: Float32) -> Values:
-    """e ** x / 2 ** shift: the exponent of 2 is rounded once, whatever the sizes of x and shift."""
-    exponent = cute.math.fma(x, _like(x, LOG2_E), _like(x, -shift))
-    return cute.math.exp2(exponent, fastmath=True)
-
-
 def exp_rounded(x: Values) -> Values:
     """e ** x, x <= 0, to little more than half an ulp; results below 2 ** -126.5 are 0."""
     t, power = exp_parts(x)

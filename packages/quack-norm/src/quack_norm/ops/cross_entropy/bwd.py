@@ -124,7 +124,7 @@ class CrossEntropyBwd:
         weight_sum = Float32(self.spec.n)
         if const_expr(mW is not None and self.spec.smoothing):
             weight_sum = self._weight_sum(mW, tid)
-        lse = log_sum_exp(peak, log_of(exp_sum), self.spec)
+        lse = log_sum_exp(peak, log_of(exp_sum))
         return slope_of(label, finite(peak), exp_sum, lse, weight_sum, incoming, self.spec, options)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""Sums over all rows of a launch with a CTA per row: the rows in ``CHUNKS`` parts, a lane for each.
+"""Sums over all rows of a launch with a CTA per row: the rows in chunks.
 
 One warp of every CTA calls these functions, with all lanes. Whichever CTA comes last adds up; what
 it adds, and in which order, depends on the number of rows alone.
@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from quack_core.device.reduce import SUM, warp_reduce
 from quack_core.reduction.tiling import WARP
 
-from .config import CHUNKS
+from .config import CHUNKS, WEIGHT_CHUNKS
 from .gradient import Options, label_of
 
 TOTAL, DRAWN, WEIGHED, DONE, ROWS = range(5)
@@ -49,19 +49,26 @@ def sum_of_weights(
     lane = cute.arch.lane_idx()
     announced = cute.arch.shuffle_sync(announced, 0)
     if announced == 0:
-        chunk = _draw(counters)
-        while chunk < CHUNKS:
+        rows = Int32(cute.size(mT))
+        size = _size(rows, WEIGHT_CHUNKS)
+        count, chunk = (rows + size - 1) // size, _draw(counters)
+        while chunk < count:
 
             def weight(row: Int32) -> Float32:
                 return label_of(Int64(mT[Int64(row)]), mW, options.ignore_index, num_classes).factor
 
-            total, last = _sum_of_chunk(weight, chunk, Int32(cute.size(mT))), Int32(0)
+            def of_chunk(i: Int32) -> Float32:
+                return Float32(sums[WEIGHTS, i])
+
+            first = chunk * size
+            total = _sum(weight, first, cutlass.min(first + size, rows))
+            last = Int32(0)
             if lane == 0:
                 sums[WEIGHTS, chunk] = total
-                last = Int32(_arrive(counters + WEIGHED) == CHUNKS - 1)
+                last = Int32(_arrive(counters + WEIGHED) == count - 1)
             if cute.arch.shuffle_sync(last, 0) != 0:
                 cute.arch.sync_warp()
-                total = warp_reduce((Float32(sums[WEIGHTS, lane]),), SUM)[0]
+                total = _sum(of_chunk, Int32(0), count)
                 if lane == 0:
                     code = _encoded(total)
                     cute.arch.store(counters + TOTAL, code, sem="relaxed", scope="gpu")
@@ -84,13 +91,12 @@ def is_last(sums: cute.Tensor, counters: cute.Pointer, row: Int32, rows: Int32) 
     Returns:
         Whether all are done, all chunks added up, and no other warp will touch a counter.
     """
-    per_chunk, lane = _per_chunk(rows), cute.arch.lane_idx()
-    chunk = row // per_chunk
-    first = chunk * per_chunk
-    expected = cutlass.min(per_chunk, rows - first)
-    last = Int32(0)
+    size, lane, last = _size(rows, CHUNKS), cute.arch.lane_idx(), Int32(0)
+    chunk = row // size
+    first = chunk * size
+    end = cutlass.min(first + size, rows)
     if lane == 0:
-        last = Int32(_arrive(counters + ROWS + chunk) == expected - 1)
+        last = Int32(_arrive(counters + ROWS + chunk) == end - first - 1)
     last = cute.arch.shuffle_sync(last, 0)
     if last != 0:
         cute.arch.sync_warp()
@@ -98,11 +104,10 @@ def is_last(sums: cute.Tensor, counters: cute.Pointer, row: Int32, rows: Int32) 
         def loss(row: Int32) -> Float32:
             return Float32(sums[LOSSES, row])
 
-        total = _sum_of_chunk(loss, chunk, rows)
+        total = _sum(loss, first, end)
         if lane == 0:
             sums[LOSSES, first] = total
-            chunks = (rows + per_chunk - 1) // per_chunk
-            last = Int32(_arrive(counters + DONE) == chunks - 1)
+            last = Int32(_arrive(counters + DONE) == (rows + size - 1) // size - 1)
         last = cute.arch.shuffle_sync(last, 0)
         cute.arch.sync_warp()
     return last != 0
@@ -111,24 +116,24 @@ def is_last(sums: cute.Tensor, counters: cute.Pointer, row: Int32, rows: Int32) 
 @cute.jit
 def sum_of_losses(sums: cute.Tensor, rows: Int32) -> Float32:
     """Sum of the losses of all rows, in every lane; where `is_last` says so."""
-    first, total = cute.arch.lane_idx() * _per_chunk(rows), Float32(0.0)
+    first, total = cute.arch.lane_idx() * _size(rows, CHUNKS), Float32(0.0)
     if first < rows:
         total = Float32(sums[LOSSES, first])
     return warp_reduce((total,), SUM)[0]
 
 
-def _per_chunk(rows: Int32) -> Int32:
-    return (rows + CHUNKS - 1) // CHUNKS
+def _size(rows: Int32, most: int) -> Int32:
+    """Rows of a chunk: all have so many but the last one, which may have fewer."""
+    return cutlass.max((rows + most - 1) // most, Int32(AT_ONCE * WARP))
 
 
 @cute.jit
-def _sum_of_chunk(value_of: Callable[[Int32], Float32], chunk: Int32, rows: Int32) -> Float32:
-    """Sum of a value of each row, in every lane."""
-    first, total = chunk * _per_chunk(rows), Float32(0.0)
-    end = cutlass.min(first + _per_chunk(rows), rows)
+def _sum(value_of: Callable[[Int32], Float32], first: Int32, end: Int32) -> Float32:
+    """Sum of values by index, in every lane."""
+    total = Float32(0.0)
     for start in cutlass.range(first + cute.arch.lane_idx(), end, AT_ONCE * WARP, unroll=1):
         places = [start + i * WARP for i in range(AT_ONCE)]
-        values = [value_of(cutlass.min(place, rows - 1)) for place in places]
+        values = [value_of(cutlass.min(place, end - 1)) for place in places]
         for i in cutlass.range_constexpr(AT_ONCE):
             total += values[i] if places[i] < end else Float32(0.0)
     return warp_reduce((total,), SUM)[0]

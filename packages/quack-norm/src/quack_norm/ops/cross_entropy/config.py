@@ -9,7 +9,9 @@ from quack_norm.ops.row_map.config import REGISTERS, RowConfig
 from .spec import CrossEntropyFwdSpec
 
 CHUNKS = WARP
-"""Parts of all rows whose losses and weights are added up on their own."""
+"""Parts of all rows whose losses are added up on their own."""
+WEIGHT_CHUNKS = 256
+"""The same of label weights: all CTAs wait for them, and as many as there are can help."""
 STATE_INTS = 4 + CHUNKS
 """Counters of a forward that reduces."""
 

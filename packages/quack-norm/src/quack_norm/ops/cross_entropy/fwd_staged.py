@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quack_core.device import barrier, fast_math
 from quack_core.device.barrier import Phase
 from quack_core.device.reduce import (
-    ONLINE_MAX_SUM,
+    ONLINE_SOFTMAX,
     ONLINE_SOFTMAX_ROUNDED,
     Partial,
     Reduction,
@@ -35,14 +35,11 @@ from .gradient import (
     Options,
     Slope,
     capped,
-    distance,
     element,
     gradient,
     gradient_of_label,
-    has_base_2,
     log_of,
     log_sum_exp,
-    peak_of,
     powers,
     read_label,
     slope_of,
@@ -85,9 +82,8 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         return self.spec.softcap or self.spec.smoothing  # which make something of what fills a row
 
     def reduction_of(self, spec: CrossEntropyFwdSpec) -> Reduction:
-        online = ONLINE_MAX_SUM if has_base_2(spec) else ONLINE_SOFTMAX_ROUNDED
-        unit = fast_math.LN_2 if has_base_2(spec) else 1.0
-        return smoothed(online, unit) if spec.smoothing else online
+        online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
+        return smoothed(online) if spec.smoothing else online
 
     def grid(self, rows: Int32, groups: Int32) -> Int32:
         return self.tiling.cluster * rows
@@ -137,9 +133,11 @@ class CrossEntropyFwd(Losses, RowMapStaged):
             # --- maximum and sum
             partial = self._accumulate_classes(mX, mW, stages, full, place, options)
             self.join_cluster()
-            if const_expr(self.spec.reduction == "mean"):
-                barrier.wait(told, Phase(Int32(0), Int32(0)))
+            if const_expr(self.tiling.cluster > 1):  # what rank 0 knows then, all of them know
+                self._await_total(told)
             known = self.reduce(partial, exchange, tid, Int32(0))
+            if const_expr(self.tiling.cluster == 1):
+                self._await_total(told)
             if rank == 0:
                 if tid == 0:
                     for i in cutlass.range_constexpr(len(known)):
@@ -176,6 +174,10 @@ class CrossEntropyFwd(Losses, RowMapStaged):
 
     # --- the accounts
 
+    def _await_total(self, told: cute.Pointer) -> None:
+        if self.spec.reduction == "mean":
+            barrier.wait(told, Phase(Int32(0), Int32(0)))
+
     @cute.jit
     def _account(self, results: Results, row: Int32, label: Label, z: Float32, facts, options):
         """Write what is known of the row."""
@@ -209,10 +211,11 @@ class CrossEntropyFwd(Losses, RowMapStaged):
             exists = self.exists(self.batch, tid, count - b * self.batch.n)
             if const_expr(exists is not None):
                 z = cute.where(exists, z, cute.full_like(z, self.fill))
-            peak = peak_of(thread_max(z), self.spec)
-            partial = (peak, thread_sum(powers(z, finite(peak), self.spec)))
+            largest = thread_max(z)
+            below = z - finite(largest)
+            partial = (largest, thread_sum(powers(below, self.spec)))
             if const_expr(self.spec.smoothing):
-                weight, below = cute.full_like(z, 1.0), distance(z, finite(peak), self.spec)
+                weight = cute.full_like(z, 1.0)
                 if const_expr(mW is not None):
                     weight = self._columns((mW,), place, b)[0].load().to(Float32)
                 if const_expr(exists is not None):
@@ -231,7 +234,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         """Of this row; every thread works it out."""
         incoming = fast_math.inverse(total[0]) if self.spec.reduction == "mean" else Float32(1.0)
         peak, exp_sum = known[PEAK], known[EXP_SUM]
-        lse = log_sum_exp(peak, log_of(exp_sum), self.spec)
+        lse = log_sum_exp(peak, log_of(exp_sum))
         weights = known[WEIGHTS] if self.spec.smoothing else Float32(self.spec.n)
         return slope_of(label, finite(peak), exp_sum, lse, weights, incoming, self.spec, options)
 
@@ -271,16 +274,12 @@ class CrossEntropyFwd(Losses, RowMapStaged):
             self._write(zeros.load(), mdX, place, b)
 
 
-def smoothed(online: Reduction, unit: float) -> Reduction:
-    """(m, s) of ``online``, the sum of weight * (value - m), and the sum of weights.
-
-    Args:
-        unit: of m.
-    """
+def smoothed(online: Reduction) -> Reduction:
+    """(m, s) of ``online``, the sum of weight * (value - m), and the sum of weights."""
 
     def combine(a: Partial, b: Partial) -> Partial:
         largest, total = online.combine(a[:2], b[:2])
-        moved = [v[2] + v[3] * ((finite(v[0]) - finite(largest)) * unit) for v in (a, b)]
+        moved = [v[2] + v[3] * (finite(v[0]) - finite(largest)) for v in (a, b)]
         return largest, total, moved[0] + moved[1], a[3] + b[3]
 
     return Reduction((*online.identity, 0.0, 0.0), combine)

@@ -75,36 +75,18 @@ def capped(x, spec: Spec, options: Options):
     return cute.math.tanh(x * fast_math.reciprocal(options.softcap)) * options.softcap
 
 
-def has_base_2(spec: Spec) -> bool:
-    """Whether peaks are kept in units of ln 2: a logit and its row's peak then meet in one fma, and
-    the rounding of the peak cancels between powers and their sum. Float32 needs more care."""
-    return spec.x != "float32"
-
-
-def peak_of(largest: Float32, spec: Spec) -> Float32:
-    """The largest of some logits, as kernels keep it."""
-    return fast_math.product(largest, Float32(fast_math.LOG2_E)) if has_base_2(spec) else largest
-
-
-def powers(z, shift: Float32, spec: Spec):
-    """e ** (z - peak), as precise as the gradient's dtype can tell; ``shift`` is finite(peak)."""
-    return fast_math.exp_beyond(z, shift) if has_base_2(spec) else fast_math.exp_rounded(z - shift)
-
-
-def distance(z, shift: Float32, spec: Spec):
-    """z - peak."""
-    if not has_base_2(spec):
-        return z - shift
-    for part in (fast_math.LN_2_HIGH, fast_math.LN_2_LOW):
-        z = fast_math.fma(-shift, part, z)
-    return z
+def powers(values, spec: Spec):
+    """e ** values, as precise as the gradient's dtype can tell."""
+    if spec.x == "float32":
+        return fast_math.exp_rounded(values)
+    return cute.math.exp2(values * fast_math.LOG2_E, fastmath=True)
 
 
 class Slope(NamedTuple):
-    """The gradient of a row: ``(e ** (z - peak) * slope - every * weight) * (1 - (z / cap)^2)``.
+    """The gradient of a row: ``(e ** (z - shift) * slope - every * weight) * (1 - (z / cap)^2)``.
 
     Args:
-        shift: of `powers`.
+        shift: the largest logit, or 0.
         slope: of the powers.
         every: what label smoothing takes from each class, times its weight.
         own: what the label's class loses besides.
@@ -129,7 +111,6 @@ def slope_of(
     """The gradient of a row that counts.
 
     Args:
-        shift: of `powers`.
         weight_sum: of all classes; used with label smoothing only.
         incoming: gradient of the row's loss.
     """
@@ -153,7 +134,7 @@ def gradient(x, weight, slope: Slope, spec: Spec, options: Options):
         weight: of their classes, alike; None: 1.
     """
     z = capped(x, spec, options)
-    dz = powers(z, slope.shift, spec) * slope.slope
+    dz = powers(z - slope.shift, spec) * slope.slope
     if spec.smoothing:
         dz = dz - (slope.every if weight is None else weight * slope.every)
     return _uncapped(dz, z, spec, options)
@@ -162,7 +143,7 @@ def gradient(x, weight, slope: Slope, spec: Spec, options: Options):
 def gradient_of_label(x: Float32, weight: Float32, slope: Slope, spec: Spec, options: Options):
     """Gradient of the logit of the label's class."""
     z = capped(x, spec, options)
-    dz = powers(z, slope.shift, spec) * slope.slope - slope.own
+    dz = powers(z - slope.shift, spec) * slope.slope - slope.own
     if spec.smoothing:
         dz = dz - weight * slope.every
     return _uncapped(dz, z, spec, options)
@@ -176,9 +157,9 @@ def log_of(exp_sum: Float32) -> Float32:
 
 
 @cute.jit
-def log_sum_exp(peak: Float32, log_sum: Float32, spec: cutlass.Constexpr) -> Float32:
+def log_sum_exp(peak: Float32, log_sum: Float32) -> Float32:
     """An infinite peak is the log-sum-exp itself: the sum is NaN then, or 0 unless a logit is NaN."""
-    return peak if peak == Float32(math.inf) else -distance(-log_sum, finite(peak), spec)
+    return peak if peak == Float32(math.inf) else finite(peak) + log_sum
 
 
 def element(pointer: cute.Pointer) -> cute.Tensor:

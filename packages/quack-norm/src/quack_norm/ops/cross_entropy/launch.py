@@ -20,7 +20,7 @@ from quack_norm.ops.row_map.launch import (
 )
 
 from . import reference, rules
-from .config import CHUNKS, STATE_INTS
+from .config import STATE_INTS, WEIGHT_CHUNKS
 from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -85,7 +85,7 @@ def forward(
         losses = torch.empty_like(lse, dtype=input.dtype)
     else:
         loss, total = input.new_empty(()), lse.new_empty(())
-        sums = lse.new_empty((2, max(target.numel(), CHUNKS)))
+        sums = lse.new_empty((2, max(target.numel(), WEIGHT_CHUNKS)))
     launch(
         packed,
         _flat(target),

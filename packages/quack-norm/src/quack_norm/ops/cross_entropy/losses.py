@@ -12,7 +12,7 @@ from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.base import num_rows
 
 from .config import STATE_INTS, FwdConfig, StreamConfig
-from .gradient import Label, Options, distance, log_of, log_sum_exp
+from .gradient import Label, Options, log_of, log_sum_exp
 from .spec import CrossEntropyFwdSpec
 
 
@@ -51,7 +51,7 @@ class Losses:
         lse: cute.Tensor,  # (M,)
         peak: cute.Tensor,  # (M,)
         exp_sum: cute.Tensor,  # (M,)
-        sums: cute.Tensor | None,  # (2, K), scratch of a sum or mean: K >= M and K >= 32
+        sums: cute.Tensor | None,  # (2, K), scratch of a sum or mean: K >= M, WEIGHT_CHUNKS
         total: cute.Tensor | None,  # (1,)
         loss: cute.Tensor | None,  # (1,)
         dx: cute.Tensor | None,  # like input; None in a kernel without gradient
@@ -81,14 +81,14 @@ class Losses:
         """Write what is known of a row whose label's logit is ``z``; one thread.
 
         Args:
-            known: its peak, its sum and, with label smoothing, the last two of `smoothed`.
+            known: its largest logit, its sum and, with label smoothing, the last two of `smoothed`.
 
         Returns:
             Its loss.
         """
         log_sum, shift = log_of(known[1]), finite(known[0])
-        lse = log_sum_exp(known[0], log_sum, self.spec)
-        loss = label.factor * (log_sum - distance(z, shift, self.spec))
+        lse = log_sum_exp(known[0], log_sum)
+        loss = label.factor * (log_sum - (z - shift))
         if self.spec.smoothing:
             share = options.label_smoothing
             spread = known[3] * log_sum - known[2]

@@ -14,7 +14,11 @@ from .config import BwdConfig, FwdConfig, RescaleConfig, StreamConfig
 from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
 
 SLICE_BYTES = 52 * 1024
-"""Of a row in the shared memory of a CTA: four of them fit an SM."""
+"""Of a row in the shared memory of a CTA, unless the cluster is at its portable limit."""
+FEW_THREADS_BYTES = 40 * 1024
+"""Up to here 128 threads are enough for a slice; more take longer to agree."""
+MOST_CTAS = 5
+"""On an SM, where they have 128 threads or more."""
 UNROLL = 4
 """Vectors of 16 bytes that each thread has under way."""
 
@@ -30,9 +34,8 @@ def default_fwd(spec: CrossEntropyFwdSpec, arch: Arch) -> FwdConfig | StreamConf
         return _stream(spec, arch)
     for config in _staged(best):
         if rules.fits(config, best, arch):
-            fewer = (
-                spec.align < 16 and not spec.odd
-            )  # the rule knows of shifts where all rows need them
+            # `fits` knows that odd rows are shifted, not that these are.
+            fewer = spec.align < 16 and not spec.odd
             return replace(config, ctas_per_sm=max(1, config.ctas_per_sm - fewer))
     raise UnsupportedError(
         f"cross_entropy, {spec.n} classes on {arch.name}",
@@ -42,34 +45,27 @@ def default_fwd(spec: CrossEntropyFwdSpec, arch: Arch) -> FwdConfig | StreamConf
 
 
 def _staged(spec: CrossEntropyFwdSpec) -> Iterator[FwdConfig]:
-    """Two batches for each CTA of short rows; slices of up to 52 KB, larger ones in clusters of 8."""
+    """Two batches or more for each CTA; slices of up to 52 KB, larger ones in clusters of 8."""
     width = dtypes.width(spec.x) // 8
     for cluster in (1, 2, 4, 8, 16):
         cols = -(-spec.n // cluster)
         if cols * width > SLICE_BYTES and cluster < 8:
             continue
         vectors = -(-cols // spec.full_vector)
-        threads = threads_for(-(-vectors // (2 * UNROLL)), 1, 1, low=WARP, high=256)
-        for ctas in range(min(16, 1024 // threads), 0, -1):
+        high = 128 if cols * width <= FEW_THREADS_BYTES else 256
+        threads = threads_for(-(-vectors // (2 * UNROLL)), 1, 1, low=WARP, high=high)
+        for ctas in range(min(16, 1024 // threads) if threads < 128 else MOST_CTAS, 0, -1):
             yield FwdConfig(threads, cluster=cluster, ctas_per_sm=ctas, unroll=UNROLL)
 
 
 def _stream(spec: CrossEntropyFwdSpec, arch: Arch) -> StreamConfig:
-    """As many threads as keep the last batch of a row full, with 64 registers each, or 80.
-
-    Addresses may decide how many registers they have, but not on their number.
-    """
+    """As many threads as keep the last batch of a row full, with 64 registers each, or 80."""
     vectors = -(-spec.n // spec.full_vector)
     threads = min(256, threads_for(-(-vectors // UNROLL), 1, 1, low=WARP))
     if threads == 256 and -(-vectors // (256 * UNROLL)) * 256 * UNROLL >= 1.1 * vectors:
         threads = 128
-    shifted = spec.odd or spec.align < 16
-    plain = not (shifted or spec.softcap or spec.x == "float32")
-    resident = 640  # elsewhere, registers go less far
-    if arch.name == "sm90":
-        resident = 1024 if plain else 768
-    if shifted and spec.softcap:
-        resident -= 128
+    plain = not (spec.softcap or spec.weight or spec.x == "float32")
+    resident = 1024 if plain and arch.name == "sm90" else 768  # elsewhere registers go less far
     return StreamConfig(threads, UNROLL, min(32, resident // threads))
 
 

@@ -83,8 +83,8 @@ class GroupsConfig:
         rows_per_cta: rows side by side in a CTA; 1 with bundles.
         group: elements of a group, a power of two up to a 128-bit vector; that with bundles.
         sorters: threads of a row that find and sort, a power of two; all if a warp has the row.
-        kept: keys, a power of two, that are sorted if no more than these pass the bound known from
-            the level before; 0: all are sorted at once.
+        kept: keys, a power of two from ``sorters`` on, that are sorted if no more than these pass
+            the bound known from the level before; 0: all are sorted at once.
         in_flight: vectors that a thread loads before it looks at them, with bundles.
     """
 
@@ -94,6 +94,10 @@ class GroupsConfig:
     sorters: int
     kept: int = 0
     in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        if 0 < self.kept < self.sorters:
+            raise ValueError(f"kept={self.kept} must be 0, or {self.sorters} (sorters) or more")
 
     module: ClassVar[str] = f"{_FOLDER}.fwd_groups"
 
@@ -294,7 +298,8 @@ def _bundles(spec: TopKFwdSpec) -> GroupsConfig | None:
     if spec.k > GROUPED_K or vectors < threads or keys > SHARED_KEYS:
         return None
     sorters = min(threads, max(WARP, keys // KEYS))
-    return replace(config, sorters=sorters, kept=2 * size if spec.k >= FILTERED_K else 0)
+    kept = max(2 * size, sorters) if spec.k >= FILTERED_K else 0
+    return replace(config, sorters=sorters, kept=kept)
 
 
 def _select(spec: TopKFwdSpec) -> SelectConfig:
