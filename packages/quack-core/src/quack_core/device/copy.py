@@ -9,7 +9,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from quack_core.reduction.tiling import WARP, RowTiling
@@ -392,18 +392,6 @@ def _check_power_of_two(vec: int) -> None:
 def _access_bytes(vec: int, pointer: cute.Pointer, align: int) -> int:
     width = pointer.dtype.width
     return access_elements(vec, width, align) * width // 8
-
-
-def widened(registers: cute.Tensor) -> cute.TensorSSA:
-    """Values as float32. Of two bfloat16 numbers in a word, one shift and one mask make it: the
-    conversion takes three instructions."""
-    if registers.element_type is not BFloat16:
-        return registers.load().to(Float32)
-    words = cute.recast_tensor(registers, Uint32)
-    found = cute.make_rmem_tensor(registers.shape, Uint32)
-    for i in range(cute.size(words)):
-        found[2 * i], found[2 * i + 1] = words[i] << 16, words[i] & Uint32(0xFFFF0000)
-    return cute.recast_tensor(found, Float32).load()
 
 
 @cute.jit

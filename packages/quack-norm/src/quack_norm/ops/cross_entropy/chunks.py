@@ -13,22 +13,23 @@ from cutlass import Boolean, Float32, Int32, Int64
 from quack_core.device.reduce import SUM, warp_reduce
 from quack_core.reduction.tiling import WARP
 
-from .config import CHUNKS, WEIGHT_CHUNKS
+from .config import CHUNKS, COPIES, COPY_INTS, WEIGHT_CHUNKS
 from .gradient import Options, label_of
 
-TOTAL, DRAWN, WEIGHED, DONE, ROWS = range(5)
-"""Counters: the sum of all weights, as `_encoded`; chunks whose weights somebody adds up, and those
-that are added up; chunks whose losses are added up; from the last on, rows of each chunk that are
-done."""
+DRAWN, WEIGHED, DONE, ROWS = range(COPIES * COPY_INTS, COPIES * COPY_INTS + 4)
+"""Counters: chunks whose weights somebody adds up, and those that are added up; chunks whose losses
+are added up; from the last on, rows of each chunk that are done. Before them lie copies of the sum
+of all weights, as `_encoded`."""
 LOSSES, WEIGHTS = range(2)
 """Rows of the scratch ``sums``: losses, then of chunks, at their first rows; weights of chunks."""
 AT_ONCE = 8
 """Loads that a lane has under way."""
 
 
-def announced_total(counters: cute.Pointer) -> Int32:
+def announced_total(counters: cute.Pointer, row: Int32) -> Int32:
     """What `sum_of_weights` asks first: early, so that the answer is there when it is called."""
-    return cute.arch.load(counters + TOTAL, Int32, sem="relaxed", scope="gpu")
+    copy = counters + row % COPIES * COPY_INTS
+    return cute.arch.load(copy, Int32, sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -38,6 +39,7 @@ def sum_of_weights(
     sums: cute.Tensor,
     counters: cute.Pointer,
     announced: Int32,
+    row: Int32,
     options: Options,
     num_classes: cutlass.Constexpr[int],
 ) -> Float32:
@@ -68,15 +70,14 @@ def sum_of_weights(
                 last = Int32(_arrive(counters + WEIGHED) == count - 1)
             if cute.arch.shuffle_sync(last, 0) != 0:
                 cute.arch.sync_warp()
-                total = _sum(of_chunk, Int32(0), count)
-                if lane == 0:
-                    code = _encoded(total)
-                    cute.arch.store(counters + TOTAL, code, sem="relaxed", scope="gpu")
+                code = _encoded(_sum(of_chunk, Int32(0), count))
+                for i in cutlass.range(lane, COPIES, WARP, unroll=1):
+                    cute.arch.store(counters + i * COPY_INTS, code, sem="relaxed", scope="gpu")
             chunk = _draw(counters)
         if lane == 0:
-            announced = announced_total(counters)
+            announced = announced_total(counters, row)
             while announced == 0:
-                announced = announced_total(counters)
+                announced = announced_total(counters, row)
         announced = cute.arch.shuffle_sync(announced, 0)
     return Float32(announced.bitcast(Float32))
 
@@ -111,6 +112,16 @@ def is_last(sums: cute.Tensor, counters: cute.Pointer, row: Int32, rows: Int32) 
         last = cute.arch.shuffle_sync(last, 0)
         cute.arch.sync_warp()
     return last != 0
+
+
+@cute.jit
+def clear(state: cute.Tensor) -> None:
+    """All counters are zero again."""
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range(lane, COPIES, WARP, unroll=1):
+        state[i * COPY_INTS] = Int32(0)
+    for i in cutlass.range(DRAWN + lane, cute.size(state), WARP, unroll=1):
+        state[i] = Int32(0)
 
 
 @cute.jit

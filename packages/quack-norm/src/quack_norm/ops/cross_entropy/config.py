@@ -12,7 +12,11 @@ CHUNKS = WARP
 """Parts of all rows whose losses are added up on their own."""
 WEIGHT_CHUNKS = 256
 """The same of label weights: all CTAs wait for them, and as many as there are can help."""
-STATE_INTS = 4 + CHUNKS
+COPIES = 32
+"""Of the sum of label weights: if all CTAs read one, they wait for one another."""
+COPY_INTS = 32
+"""From one copy to the next: they lie in cache lines of their own."""
+STATE_INTS = COPIES * COPY_INTS + 3 + CHUNKS
 """Counters of a forward that reduces."""
 
 
@@ -51,9 +55,8 @@ class StreamConfig:
         return self.threads
 
     def groups(self, spec: CrossEntropyFwdSpec, rows: int, heads: int, resident: int) -> int:
-        """CTAs to launch: no more than finish together, so that no row is left for a few of them."""
-        each = -(-rows // resident)
-        return -(-rows // each)
+        """CTAs to launch."""
+        return min(resident, rows)
 
     @property
     def registers(self) -> int:

@@ -123,7 +123,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         announced = Int32(0)
         if const_expr(self.spec.reduction == "mean"):
             if not computes:
-                announced = chunks.announced_total(mState.iterator)
+                announced = chunks.announced_total(mState.iterator, row)
         label = read_label(mT, mW, Int64(row), options.ignore_index, self.spec.n)
         logit = Float32(element(slice_pointer(mX, at, label.index))[0])  # before dx is there
         self.start_cluster(exchange, tid)
@@ -158,7 +158,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
             sum_of_weights = Float32(1.0)
             if const_expr(self.spec.reduction == "mean"):
                 sum_of_weights = chunks.sum_of_weights(
-                    mT, mW, results.sums, mState.iterator, announced, options, self.spec.n
+                    mT, mW, results.sums, mState.iterator, announced, row, options, self.spec.n
                 )
                 if tid == self.tiling.num_threads:
                     total[0] = sum_of_weights
@@ -189,10 +189,9 @@ class CrossEntropyFwd(Losses, RowMapStaged):
     @cute.jit
     def _conclude(self, results: Results, mState, rows: Int32, total: Float32):
         """Add up the losses; all counters are zero again."""
-        losses, lane = chunks.sum_of_losses(results.sums, rows), cute.arch.lane_idx()
-        for i in cutlass.range(lane, cute.size(mState), WARP, unroll=1):
-            mState[i] = Int32(0)
-        if lane == 0:
+        losses = chunks.sum_of_losses(results.sums, rows)
+        chunks.clear(mState)
+        if cute.arch.lane_idx() == 0:
             self.store_reduced(results, losses, total)
 
     # --- the reduction over classes

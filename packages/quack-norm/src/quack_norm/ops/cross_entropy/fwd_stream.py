@@ -34,7 +34,7 @@ from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
 PAIR = 2
-"""Vectors that are reduced together: of more, too many float32 numbers are in registers."""
+"""Vectors of shifted rows that are reduced together."""
 AT_ONCE = 4
 """Loads that a thread has under way where the last CTA adds up."""
 LOSS, LOST, WEIGHT = range(3)
@@ -93,17 +93,22 @@ class CrossEntropyStream(Losses, ReductionBase):
         ahead = cute.make_rmem_tensor(layout, mX.element_type)
         cta, target, turn = row, Int64(0), Int32(0)
         if row < rows:
-            self._fetch(mX, row, Int32(0), tid, ahead, 0, cute.size(ahead, mode=[1]))
+            self._fetch(mX, row, Int32(0), tid, ahead)
             target = Int64(mT[Int64(row)])
         while row < rows:
             label = label_of(target, mW, options.ignore_index, self.spec.n)
             logit = Float32(element(slice_pointer(mX, coordinates(mX, row), label.index))[0])
+            total = self.reduction.neutral()
+            for b in cutlass.range(1, self.batches, unroll=1):
+                values = self._take(ahead, mX, row)
+                self._fetch(mX, row, b, tid, ahead)
+                total = self._absorb(total, b - 1, tid, values, options)
+            values = self._take(ahead, mX, row)
             after = row + step
             if after < rows:
+                self._fetch(mX, after, Int32(0), tid, ahead)
                 target = Int64(mT[Int64(after)])
-            total = self.reduction.neutral()
-            for b in cutlass.range(self.batches, unroll=1):
-                total = self._absorb(total, mX, (row, b), (after, rows), tid, ahead, options)
+            total = self._absorb(total, Int32(self.batches - 1), tid, values, options)
 
             partials = exchange.warps[None, None, None, turn]
             cta_post(self.reduction.within_warp(total, WARP), partials, tid // WARP, Int32(0))
@@ -144,74 +149,53 @@ class CrossEntropyStream(Losses, ReductionBase):
                 self.store_reduced(results, loss, weight if self.spec.reduction == "mean" else one)
 
     @cute.jit
-    def _fetch(
-        self,
-        mX: cute.Tensor,
-        row: Int32,
-        b: Int32,
-        tid: Int32,
-        pieces: cute.Tensor,
-        first: cutlass.Constexpr[int],
-        last: cutlass.Constexpr[int],
-    ):
-        """Start to load a thread's share of a batch: some pieces."""
+    def _fetch(self, mX: cute.Tensor, row: Int32, b: Int32, tid: Int32, pieces: cute.Tensor):
+        """Start to load a thread's share of a batch."""
         tiling, n = const_expr(self.tiling), Int32(self.spec.n)
         pointer = slice_pointer(mX, coordinates(mX, row), Int32(0))
-        start = b * tiling.n + tiling.start(tid)
+        first = b * tiling.n + tiling.start(tid)
         if const_expr(self.shifted):
-            start = start - copy.vector_offset(pointer, tiling.vec)
-        for u in cutlass.range_constexpr(first, last):
-            index = start + u * tiling.step
+            first = first - copy.vector_offset(pointer, tiling.vec)
+        for u in cutlass.range_constexpr(cute.size(pieces, mode=[1])):
+            index = first + u * tiling.step
             if const_expr(u == self.config.unroll):  # behind all others: lane 0's
                 index = index if cute.arch.lane_idx() == 0 else n
             piece = copy.load_piece(pointer, index, n, tiling.vec, copy.CHUNK, -math.inf)
             pieces[None, u].store(piece.load())
 
     @cute.jit
-    def _absorb(self, total: Partial, mX, at, behind, tid: Int32, ahead: cute.Tensor, options):
-        """Reduce a batch that has been loaded, some vectors at a time; load the next one meanwhile.
+    def _take(self, pieces: cute.Tensor, mX: cute.Tensor, row: Int32) -> cute.Tensor:
+        """The thread's vectors out of what has been loaded, in registers of their own."""
+        if const_expr(self.shifted):
+            pointer = slice_pointer(mX, coordinates(mX, row), Int32(0))
+            offset = copy.vector_offset(pointer, self.tiling.vec) * (pointer.dtype.width // 8)
+            vectors = copy.shift_pieces(pieces, offset)
+        else:
+            vectors = cute.make_rmem_tensor(pieces.layout, pieces.element_type)
+            vectors.store(pieces.load())
+        return vectors
 
-        Args:
-            at: its row and number.
-            behind: the row that follows, and the number of rows.
-        """
+    @cute.jit
+    def _absorb(
+        self, total: Partial, b: Int32, tid: Int32, vectors: cute.Tensor, options: Options
+    ) -> Partial:
+        """Reduce them; shifting has taken registers, so that fewer become float32 at once."""
         tiling, unroll = const_expr(self.tiling), const_expr(self.config.unroll)
-        row, next_row, next_b = at[0], at[0], at[1] + 1
-        if next_b == self.batches:
-            next_row, next_b = behind[0], Int32(0)
-        for u in cutlass.range_constexpr(0, unroll, PAIR):
-            last = const_expr(min(u + PAIR, unroll))
-            vectors = self._take(ahead, mX, row, u, last)
-            if next_row < behind[1]:
-                end = const_expr(last if last < unroll else unroll + self.shifted)
-                self._fetch(mX, next_row, next_b, tid, ahead, u, end)
-            first = at[1] * tiling.n + tiling.start(tid) + u * tiling.step
-            if const_expr(self.shifted):
-                self._clear(vectors, first)
-            values = vectors.load().to(Float32) if self.shifted else copy.widened(vectors)
-            z = capped(values, self.spec, options)
+        start = b * tiling.n + tiling.start(tid)
+        if const_expr(self.shifted):
+            self._clear(vectors, start)
+        together = const_expr(PAIR if self.shifted else unroll)
+        for u in cutlass.range_constexpr(0, unroll, together):
+            shape = const_expr((tiling.vec, min(together, unroll - u)))
+            some = cute.make_tensor(vectors[None, u].iterator, cute.make_layout(shape))
+            z = capped(some.load().to(Float32), self.spec, options)
             if const_expr(self.spec.softcap):  # which makes a number of what lies beyond the row
-                z = cute.where(self._exist(vectors, first), z, cute.full_like(z, -math.inf))
+                exists = self._exist(some, start + u * tiling.step)
+                z = cute.where(exists, z, cute.full_like(z, -math.inf))
             largest = thread_max(z)
             partial = (largest, thread_sum(powers(z - finite(largest), self.spec)))
             total = self.reduction.combine(total, partial)
         return total
-
-    @cute.jit
-    def _take(self, pieces: cute.Tensor, mX, row: Int32, first: int, last: int) -> cute.Tensor:
-        """Some vectors out of what has been loaded, in registers of their own."""
-        count = const_expr(last - first + self.shifted)
-        some = cute.make_tensor(
-            pieces[None, first].iterator, cute.make_layout((self.tiling.vec, count))
-        )
-        if const_expr(self.shifted):
-            pointer = slice_pointer(mX, coordinates(mX, row), Int32(0))
-            offset = copy.vector_offset(pointer, self.tiling.vec) * (pointer.dtype.width // 8)
-            vectors = copy.shift_pieces(some, offset)
-        else:
-            vectors = cute.make_rmem_tensor(some.layout, some.element_type)
-            vectors.store(some.load())
-        return vectors
 
     def _exist(self, vectors: cute.Tensor, first: Int32) -> cute.TensorSSA:
         """Which elements of vectors lie within the row."""
@@ -225,8 +209,8 @@ class CrossEntropyStream(Losses, ReductionBase):
     def _clear(self, vectors: cute.Tensor, first: Int32):
         """What lies beyond the row does not count."""
         n = Int32(self.spec.n)
-        for p in cutlass.range_constexpr(cute.size(vectors, mode=[1])):
-            copy.clear_outside(vectors[None, p], first + p * self.tiling.step, n, -math.inf)
+        for u in cutlass.range_constexpr(self.config.unroll):
+            copy.clear_outside(vectors[None, u], first + u * self.tiling.step, n, -math.inf)
 
 
 def _add(sums: cute.Tensor, loss: Float32, weight: Float32) -> None:

@@ -59,13 +59,22 @@ def _staged(spec: CrossEntropyFwdSpec) -> Iterator[FwdConfig]:
 
 
 def _stream(spec: CrossEntropyFwdSpec, arch: Arch) -> StreamConfig:
-    """As many threads as keep the last batch of a row full, with 64 registers each, or 80."""
+    """As many threads as keep the last batch of a row full, with 64 registers each, or 80.
+
+    Addresses may decide how many registers they have, but not on their number.
+    """
     vectors = -(-spec.n // spec.full_vector)
     threads = min(256, threads_for(-(-vectors // UNROLL), 1, 1, low=WARP))
-    if threads == 256 and -(-vectors // (256 * UNROLL)) * 256 * UNROLL >= 1.1 * vectors:
+    full = -(-vectors // (256 * UNROLL)) * 256 * UNROLL < 1.1 * vectors
+    if threads == 256 and (spec.odd or not full):
         threads = 128
-    plain = not (spec.softcap or spec.weight or spec.x == "float32")
-    resident = 1024 if plain and arch.name == "sm90" else 768  # elsewhere registers go less far
+    shifted = spec.odd or spec.align < 16
+    plain = not (shifted or spec.softcap or spec.weight or spec.x == "float32")
+    resident = 640  # elsewhere, registers go less far
+    if arch.name == "sm90":
+        resident = 1024 if plain else 768
+    if shifted and spec.softcap:
+        resident -= 128
     return StreamConfig(threads, UNROLL, min(32, resident // threads))
 
 

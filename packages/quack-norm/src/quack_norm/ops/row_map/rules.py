@@ -100,13 +100,22 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
 
 def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
     """Configurations that could serve, best first."""
+    several = len(spec.columns) > 1
+    if not spec.per_head:
+        yield from _over_two(spec)
+        if several and spec.n > 32 * WARP:
+            yield from _staged_with_columns(spec)
     if not spec.per_head and _stays(spec):
-        if not spec.odd and spec.n * dtypes.width(spec.x) // 8 <= MAX_STAGED:
+        if spec.n * dtypes.width(spec.x) // 8 <= (STAGED_BYTES if spec.odd else MAX_STAGED):
             yield from _staged(spec)
         yield from _odd_rings(spec) if spec.odd else _rings(spec)
     if spec.odd and spec.n >= MIN_SHIFTED:
         yield from _shifted(spec)
-    first = 8 if spec.n <= 1024 else 32 if len(spec.rows) > 1 and spec.n > 2048 else 16
+    short = spec.n <= 32 * WARP
+    if short and several and not spec.odd:  # a warp to a CTA, with rows of its own
+        threads = threads_for(spec.n, spec.vec, 32, high=WARP)
+        yield RowConfig(threads, WARP // threads)
+    first = 8 if short else 32 if len(spec.rows) > 1 and spec.n > 2048 else 16
     for values in (first, *(v for v in (16, 32, 128) if v > first)):
         most = 512 if values <= HELD_VALUES else 256
         for cluster in clusters(spec.n, most * values):
@@ -115,10 +124,8 @@ def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
 
 
 def _ranked_waiting(spec: RowSpec) -> Iterator[RowConfig]:
-    """The same where long rows wait in shared memory, unless two CTAs hold them at once."""
-    half = 256 * HELD_VALUES
-    if half < spec.n <= 2 * half and len(spec.rows) == 1 and not spec.odd:
-        yield RowConfig(threads_for(-(-spec.n // 2), spec.vec, HELD_VALUES), cluster=2)
+    """The same where long rows wait in shared memory."""
+    yield from _over_two(spec)
     if spec.n * dtypes.width(spec.x) // 8 > MAX_WARP_BYTES or (spec.odd and spec.n >= MIN_SHIFTED):
         yield from _staged(spec)
     for values in (8, 16, 32):  # of a warp
@@ -129,6 +136,14 @@ def _ranked_waiting(spec: RowSpec) -> Iterator[RowConfig]:
         for cluster in clusters(spec.n, most * values):
             threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
             yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+
+
+def _over_two(spec: RowSpec) -> Iterator[RowConfig]:
+    """Rows that two CTAs, but not one, hold in registers at once, with a 16-bit weight at most."""
+    half = 256 * HELD_VALUES
+    few = len(spec.rows) == 1 and words(*spec.columns) <= 0.5
+    if half < spec.n <= 2 * half and few and not spec.odd:
+        yield RowConfig(threads_for(-(-spec.n // 2), spec.vec, HELD_VALUES), cluster=2)
 
 
 def _staged(spec: RowSpec) -> Iterator[RowConfig]:
@@ -142,12 +157,31 @@ def _staged(spec: RowSpec) -> Iterator[RowConfig]:
         most_ctas = max(
             1, (STAGED_BYTES if at_once else 2 * STAGED_BYTES) // (cols * bytes_per_element)
         )
-        for unroll, most in ((2, 512), (4, 256), (2, 256)) if at_once else ((4, 256), (2, 256)):
+        wide = ((2, 512),) if at_once and not spec.odd else ()
+        for unroll, most in (*wide, (4, 256), (2, 256)):
             threads = threads_for(-(-vectors // unroll), 1, 1, low=WARP, high=most)
             first = min(16, most_ctas, 2048 // threads)
             last = 1 if not at_once else first if threads > 256 else min(first, 512 // threads)
             for ctas in range(first, last - 1, -1):
                 yield RowConfig(threads, 1, cluster, ctas_per_sm=ctas, unroll=unroll)
+
+
+def _staged_with_columns(spec: RowSpec) -> Iterator[RowConfig]:
+    """The same with several column operands: each row takes longer, so more of them are under way,
+    and clusters are small, as every CTA reads its columns for each row."""
+    bytes_per_element = sum(dtypes.width(name) for name in spec.rows) // 8
+    for limit, high in ((32 * KB, 128), (64 * KB, 256), (96 * KB, 256)):
+        if limit == 32 * KB and spec.n * bytes_per_element > MAX_STAGED:
+            continue
+        for cluster in clusters(spec.n, limit // bytes_per_element):
+            cols = -(-spec.n // cluster)
+            size = cols * bytes_per_element
+            threads = threads_for(-(-cols // (4 * spec.full_vector)), 1, 1, low=WARP, high=high)
+            most = (
+                min(8, 96 * KB // size) if size <= 16 * KB else max(1, 192 * KB // (size + 2 * KB))
+            )
+            for ctas in range(most, 0, -1):
+                yield RowConfig(threads, 1, cluster, ctas_per_sm=ctas, unroll=4)
 
 
 def _shifted(spec: RowSpec) -> Iterator[RowConfig]:
