@@ -247,6 +247,10 @@ SNIPPETS = {
     "rows of a CTA": ("shl.b32 %r3, %r1, 4;\n mul.wide.s32 %rd2, %r3, 8192;", None),
     "thread": ("shl.b32 %r3, %r2, 14;\n cvt.u64.u32 %rd2, %r3;", None),
     "rank": ("and.b32 %r4, %r1, 3;\n shl.b32 %r3, %r4, 14;\n cvt.s64.s32 %rd2, %r3;", None),
+    "rank cut out last": (
+        "shl.b32 %r4, %r1, 14;\n and.b32 %r3, %r4, 49152;\n cvt.s64.s32 %rd2, %r3;",
+        None,
+    ),
     "remainder": (
         (
             "div.s32 %r4, %r1, %r9;\n mul.lo.s32 %r5, %r4, %r9;\n sub.s32 %r6, %r1, %r5;\n"

@@ -182,6 +182,8 @@ def _address_registers(instructions: list[_Instruction]) -> set[str]:
                 reaching.update(_REGISTER.findall(address))
         if instruction.op.startswith("ld."):
             continue  # what was loaded does not depend on the row's offset by arithmetic
+        if instruction.op.startswith("and.") and instruction.sources[-1].isdigit():
+            continue  # the bits that a mask leaves are right even if others overflowed
         feeds[instruction.target].update(_REGISTER.findall(", ".join(instruction.sources)))
     pending = list(reaching)
     while pending:

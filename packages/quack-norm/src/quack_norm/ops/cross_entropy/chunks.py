@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 def announced_total(counters: cute.Pointer, row: Int32) -> Int32:
     """What `sum_of_weights` asks first: early, so that the answer is there when it is called."""
-    copy = counters + row % COPIES * COPY_INTS
+    copy = counters + Int64(row) % COPIES * COPY_INTS
     return cute.arch.load(copy, Int32, sem="relaxed", scope="gpu")
 
 

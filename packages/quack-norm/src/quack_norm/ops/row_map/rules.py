@@ -84,7 +84,7 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
         spare = 12 if not once else 18 if spec.columns else 10
         if early and config.threads_per_row > 256:
             spare = 8
-        spare += 4 * spec.odd + spec.extra_registers
+        spare += (16 * len(spec.rows) - 12) * spec.odd + spec.extra_registers
         return held <= config.registers - spare
     values = config.tiling(spec).values
     if values > HELD_VALUES and not config.shifted:  # held in float32
