@@ -144,6 +144,7 @@ def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: Case, dump_dir: Path) -> None:
     if ARCH.name == "sm120" and "bwd" in case.id and case.spec.n > 131072:  # documented limit
@@ -155,8 +156,10 @@ def test_kernel(case: Case, dump_dir: Path) -> None:
     assert list(faults(case, config, ARCH, compiled)) == [], config
 
 
-@pytest.mark.parametrize("x", [BF16, F32])
-@pytest.mark.parametrize("n", [5, 96, 1000, 4096, 65536])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("n", "x"), [(5, BF16), (96, F32), (1000, BF16), (4096, F32), (65536, BF16)]
+)
 def test_storing_statistics_changes_no_product(n: int, x: str, dump_dir: Path) -> None:
     """LayerNorm rounds the same products with and without them, or else training changes bits."""
 
