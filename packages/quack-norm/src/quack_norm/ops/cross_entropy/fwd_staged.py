@@ -16,8 +16,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quack_core.device import barrier, fast_math
 from quack_core.device.barrier import Phase
 from quack_core.device.reduce import (
-    ONLINE_SOFTMAX,
-    ONLINE_SOFTMAX_ROUNDED,
     Partial,
     Reduction,
     finite,
@@ -40,6 +38,7 @@ from .gradient import (
     gradient_of_label,
     log_of,
     log_sum_exp,
+    online_of,
     powers,
     read_label,
     slope_of,
@@ -82,8 +81,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
         return self.spec.softcap or self.spec.smoothing  # which make something of what fills a row
 
     def reduction_of(self, spec: CrossEntropyFwdSpec) -> Reduction:
-        online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
-        return smoothed(online) if spec.smoothing else online
+        return smoothed(online_of(spec)) if spec.smoothing else online_of(spec)
 
     def grid(self, rows: Int32, groups: Int32) -> Int32:
         return self.tiling.cluster * rows

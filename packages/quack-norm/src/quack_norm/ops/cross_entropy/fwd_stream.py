@@ -9,12 +9,10 @@ import math
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quack_core.device import barrier, copy, fast_math
 from quack_core.device.reduce import (
-    ONLINE_SOFTMAX,
-    ONLINE_SOFTMAX_ROUNDED,
     SUM2,
     Partial,
     collect,
@@ -26,10 +24,10 @@ from quack_core.device.reduce import (
 )
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import WARP
-from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer
+from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer, within
 
 from .config import StreamConfig
-from .gradient import Options, capped, element, label_of, powers
+from .gradient import Options, capped, element, label_of, online_of, powers
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
@@ -58,8 +56,7 @@ class CrossEntropyStream(Losses, ReductionBase):
     carveout = 10
 
     def __init__(self, spec: CrossEntropyFwdSpec, config: StreamConfig):
-        online = ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
-        super().__init__(config.tiling(spec), online, buffers=2)
+        super().__init__(config.tiling(spec), online_of(spec), buffers=2)
         self.spec, self.config, self.num_threads = spec, config, config.threads
         self.shifted = spec.odd or spec.align < copy.CHUNK
         self.batches = -(-spec.n // self.tiling.n)
@@ -190,20 +187,12 @@ class CrossEntropyStream(Losses, ReductionBase):
             some = cute.make_tensor(vectors[None, u].iterator, cute.make_layout(shape))
             z = capped(some.load().to(Float32), self.spec, options)
             if const_expr(self.spec.softcap):  # which makes a number of what lies beyond the row
-                exists = self._exist(some, start + u * tiling.step)
+                exists = within(shape, start + u * tiling.step, tiling.step, self.spec.n)
                 z = cute.where(exists, z, cute.full_like(z, -math.inf))
             largest = thread_max(z)
             partial = (largest, thread_sum(powers(z - finite(largest), self.spec)))
             total = self.reduction.combine(total, partial)
         return total
-
-    def _exist(self, vectors: cute.Tensor, first: Int32) -> cute.TensorSSA:
-        """Which elements of vectors lie within the row."""
-        found = cute.make_rmem_tensor(vectors.shape, Boolean)
-        for p in range(vectors.shape[1]):
-            for v in range(vectors.shape[0]):
-                found[v, p] = first + p * self.tiling.step + v < self.spec.n
-        return found.load()
 
     @cute.jit
     def _clear(self, vectors: cute.Tensor, first: Int32):

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quack_core.device import fast_math
-from quack_core.device.reduce import finite
+from quack_core.device.reduce import ONLINE_SOFTMAX, ONLINE_SOFTMAX_ROUNDED, Reduction, finite
 
 from .spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec
 
@@ -80,6 +80,11 @@ def powers(values, spec: Spec):
     if spec.x == "float32":
         return fast_math.exp_rounded(values)
     return cute.math.exp2(values * fast_math.LOG2_E, fastmath=True)
+
+
+def online_of(spec: Spec) -> Reduction:
+    """Of `powers`: the largest logit, and the sum of powers of what logits are below it."""
+    return ONLINE_SOFTMAX_ROUNDED if spec.x == "float32" else ONLINE_SOFTMAX
 
 
 class Slope(NamedTuple):

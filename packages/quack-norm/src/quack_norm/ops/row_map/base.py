@@ -138,10 +138,20 @@ class RowMap(ReductionBase):
 
 def existing(tiling: RowTiling, thread: Int32, count: Int32) -> cute.TensorSSA:
     """Which of a thread's elements (vec, passes) are among the first ``count`` of a slice."""
-    found = copy.make_registers(tiling, Boolean)
-    for p in range(tiling.passes):
-        for v in range(tiling.vec):
-            found[v, p] = tiling.start(thread) + p * tiling.step + v < count
+    return within((tiling.vec, tiling.passes), tiling.start(thread), tiling.step, count)
+
+
+def within(shape: tuple[int, int], first: Int32, step: int, count: Int32) -> cute.TensorSSA:
+    """Which elements of vectors (vec, vectors) lie before ``count``.
+
+    Args:
+        first: index of their first element.
+        step: from one vector to the next.
+    """
+    found = cute.make_rmem_tensor(shape, Boolean)
+    for p in range(shape[1]):
+        for v in range(shape[0]):
+            found[v, p] = first + p * step + v < count
     return found.load()
 
 

@@ -100,10 +100,10 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
 
 def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
     """Configurations that could serve, best first."""
-    several = len(spec.columns) > 1
+    several, short = len(spec.columns) > 1, spec.n <= 32 * WARP
     if not spec.per_head:
         yield from _over_two(spec)
-        if several and spec.n > 32 * WARP:
+        if several and not short:
             yield from _staged_with_columns(spec)
     if not spec.per_head and _stays(spec):
         if spec.n * dtypes.width(spec.x) // 8 <= (STAGED_BYTES if spec.odd else MAX_STAGED):
@@ -111,16 +111,12 @@ def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
         yield from _odd_rings(spec) if spec.odd else _rings(spec)
     if spec.odd and spec.n >= MIN_SHIFTED:
         yield from _shifted(spec)
-    short = spec.n <= 32 * WARP
     if short and several and not spec.odd:  # a warp to a CTA, with rows of its own
         threads = threads_for(spec.n, spec.vec, 32, high=WARP)
         yield RowConfig(threads, WARP // threads)
     first = 8 if short else 32 if len(spec.rows) > 1 and spec.n > 2048 else 16
     for values in (first, *(v for v in (16, 32, 128) if v > first)):
-        most = 512 if values <= HELD_VALUES else 256
-        for cluster in clusters(spec.n, most * values):
-            threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
-            yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+        yield from _tiles(spec, values)
 
 
 def _ranked_waiting(spec: RowSpec) -> Iterator[RowConfig]:
@@ -132,10 +128,16 @@ def _ranked_waiting(spec: RowSpec) -> Iterator[RowConfig]:
         if spec.n <= values * WARP:
             threads = threads_for(spec.n, spec.vec, values, high=WARP)
             yield RowConfig(threads, max(2, 128 // threads) if threads < WARP else 2)
-    for values, most in ((16, 512), (32, 512), (128, 256)):
-        for cluster in clusters(spec.n, most * values):
-            threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
-            yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
+    for values in (16, 32, 128):
+        yield from _tiles(spec, values)
+
+
+def _tiles(spec: RowSpec, values: int) -> Iterator[RowConfig]:
+    """Threads that hold at most so many elements each."""
+    most = 512 if values <= HELD_VALUES else 256
+    for cluster in clusters(spec.n, most * values):
+        threads = threads_for(-(-spec.n // cluster), spec.vec, values, high=most)
+        yield RowConfig(threads, max(1, 128 // threads) if cluster == 1 else 1, cluster)
 
 
 def _over_two(spec: RowSpec) -> Iterator[RowConfig]:
@@ -177,10 +179,8 @@ def _staged_with_columns(spec: RowSpec) -> Iterator[RowConfig]:
             cols = -(-spec.n // cluster)
             size = cols * bytes_per_element
             threads = threads_for(-(-cols // (4 * spec.full_vector)), 1, 1, low=WARP, high=high)
-            most = (
-                min(8, 96 * KB // size) if size <= 16 * KB else max(1, 192 * KB // (size + 2 * KB))
-            )
-            for ctas in range(most, 0, -1):
+            some = min(8, 96 * KB // size) if size <= 16 * KB else 192 * KB // (size + 2 * KB)
+            for ctas in range(max(1, some), 0, -1):
                 yield RowConfig(threads, 1, cluster, ctas_per_sm=ctas, unroll=4)
 
 
