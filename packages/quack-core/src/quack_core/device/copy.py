@@ -7,6 +7,8 @@
   the vectors of a row move to or from such pieces, ``read_shifted`` and ``store_shifted`` do it.
 """
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
@@ -271,12 +273,13 @@ def read_shifted(
     dtype, num_words = pointer.dtype, const_expr(vec * pointer.dtype.width // 32)
     found = cute.make_rmem_tensor((num_words, passes), Uint32)
     selector = _selector(num_bytes, dtype.width)
-    for w in cutlass.range_constexpr(WORDS):
-        if num_bytes // 4 == w:
-            for p in cutlass.range_constexpr(
-                passes
-            ):  # inside: fewer words are in registers at once
-                _put(found[None, p], _words_around(pointer + p * step, num_words)[w:], selector)
+
+    def fill(w: int) -> None:
+        # Words are loaded here, not before the branch: fewer are in registers at once.
+        for p in cutlass.range_constexpr(passes):
+            _put(found[None, p], _words_around(pointer + p * step, num_words)[w:], selector)
+
+    _branch(num_bytes, 0, WORDS, fill)
     return cute.recast_tensor(found, dtype)
 
 
@@ -301,12 +304,14 @@ def shift_pieces(pieces: cute.Tensor, num_bytes: Int32) -> cute.Tensor:
     passes = const_expr(words.shape[1] - 1)
     found = cute.make_rmem_tensor((WORDS, passes), Uint32)
     selector = _selector(num_bytes, dtype.width)
-    for w in cutlass.range_constexpr(WORDS):
-        if num_bytes // 4 == w:
-            for p in cutlass.range_constexpr(passes):
-                own = [words[i, p] for i in range(WORDS)]
-                behind = _starts_behind(words, p, w if selector is None else w + 1)
-                _put(found[None, p], (own + behind)[w:], selector)
+
+    def fill(w: int) -> None:
+        for p in cutlass.range_constexpr(passes):
+            own = [words[i, p] for i in range(WORDS)]
+            behind = _starts_behind(words, p, w if selector is None else w + 1)
+            _put(found[None, p], (own + behind)[w:], selector)
+
+    _branch(num_bytes, 0, WORDS, fill)
     return cute.recast_tensor(found, dtype)
 
 
@@ -340,14 +345,14 @@ def store_shifted(
     words = cute.recast_tensor(registers, Uint32)  # (words, passes)
     found = cute.make_rmem_tensor((num_words, passes + 1), Uint32)
     selector = _selector(distance, dtype.width)
-    for w in cutlass.range_constexpr(1 if const_expr(dtype.width == 32) else 0, WORDS + 1):
-        if distance // 4 == w:
-            for p in cutlass.range_constexpr(
-                passes + 1
-            ):  # the last: the end of the warp's elements
-                before = _ends_before(words, p, num_words - WORDS + w)
-                own = [words[i, p] if p < passes else Uint32(0) for i in range(num_words)]
-                _put(found[None, p], [*before, *own, Uint32(0)], selector)
+
+    def fill(w: int) -> None:
+        for p in cutlass.range_constexpr(passes + 1):  # the last: the end of the warp's elements
+            before = _ends_before(words, p, num_words - WORDS + w)
+            own = [words[i, p] if p < passes else Uint32(0) for i in range(num_words)]
+            _put(found[None, p], [*before, *own, Uint32(0)], selector)
+
+    _branch(distance, 1 if const_expr(dtype.width == 32) else 0, WORDS + 1, fill)
     for p in cutlass.range_constexpr(passes + 1):
         piece = cute.recast_tensor(found[None, p], dtype)
         place = (p * WARP + lane) * vec - offset
@@ -394,26 +399,36 @@ def _access_bytes(vec: int, pointer: cute.Pointer, align: int) -> int:
     return access_elements(vec, width, align) * width // 8
 
 
-@cute.jit
-def _shift(
-    words: list[Uint32],
-    num_bytes: Int32,
-    cases: cutlass.Constexpr[int],
-    width: cutlass.Constexpr[int],
-) -> cute.Tensor:
+def _shift(words: list[Uint32], num_bytes: Int32, cases: int, width: int) -> cute.Tensor:
     """The words that begin ``num_bytes`` further on: registers (words,), ``cases`` fewer.
-
-    A branch that all lanes take together: selecting word by word costs three times as much.
 
     Args:
         num_bytes: whole elements of ``width`` bits, below ``4 * cases``; the same in all lanes.
     """
-    found = cute.make_rmem_tensor(const_expr(len(words) - cases), Uint32)
+    found = cute.make_rmem_tensor(len(words) - cases, Uint32)
     selector = _selector(num_bytes, width)
-    for w in cutlass.range_constexpr(cases):
-        if num_bytes // 4 == w:
-            _put(found, words[w:], selector)
+    _branch(num_bytes, 0, cases, lambda w: _put(found, words[w:], selector))
     return found
+
+
+@cute.jit
+def _branch(
+    num_bytes: Int32,
+    first: cutlass.Constexpr[int],
+    end: cutlass.Constexpr[int],
+    fill: cutlass.Constexpr[Callable[[int], None]],
+) -> None:
+    """Call ``fill`` with the whole words in a distance: ``first`` or more, fewer than ``end``.
+
+    A branch that all lanes take together: selecting word by word costs three times as much.
+
+    Args:
+        num_bytes: the same in all lanes.
+        fill: writes registers; traced once for each number.
+    """
+    for w in cutlass.range_constexpr(first, end):
+        if num_bytes // 4 == w:
+            fill(w)
 
 
 def _words_around(pointer: cute.Pointer, num_words: int) -> list[Uint32]:
