@@ -1,7 +1,8 @@
-"""Cross-entropy forward that reads logits only: they stream through registers.
+"""Cross-entropy forward: logits stream through registers.
 
 While a batch of loads is reduced the next one is under way, at the end of a row the first one of
-the next row: reducing over the CTA costs no time.
+the next row: reducing over the CTA costs no time. Of rows that are one batch, threads still hold the
+logits when the sum is known: then the kernel gives the gradient as well.
 """
 
 import math
@@ -26,8 +27,22 @@ from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import WARP
 from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer, within
 
+from . import chunks
 from .config import StreamConfig
-from .gradient import Options, capped, element, label_of, online_of, powers
+from .gradient import (
+    Label,
+    Options,
+    capped,
+    element,
+    gradient,
+    gradient_of_label,
+    label_of,
+    log_of,
+    log_sum_exp,
+    online_of,
+    powers,
+    slope_of,
+)
 from .losses import Losses, Results, arguments
 from .spec import CrossEntropyFwdSpec
 
@@ -45,9 +60,10 @@ class CrossEntropyStream(Losses, ReductionBase):
     Threads: a warp owns consecutive elements of a batch, each thread ``unroll`` vectors of them.
     Shared memory: two sets of partial results, in turn, so that one barrier per row is enough; the
     CTA's sums over its rows.
-    Synchronises: one CTA barrier per row; the last CTA adds up what all have left in ``sums``.
-    Global state: the first counter, zero before and after a launch.
-    Traffic: logits once.
+    Synchronises: one CTA barrier per row; the last CTA adds up what all have left in ``sums``. With the
+    gradient of a mean, CTAs first wait for the total: see ``chunks``.
+    Global state: the counters of ``chunks``, zero before and after a launch.
+    Traffic: logits and gradient once.
 
     Rows of any alignment: threads own the same elements wherever a row lies. They read the 16-byte
     blocks of memory that cover them, and shift them in registers.
@@ -60,6 +76,8 @@ class CrossEntropyStream(Losses, ReductionBase):
         self.spec, self.config, self.num_threads = spec, config, config.threads
         self.shifted = spec.odd or spec.align < copy.CHUNK
         self.batches = -(-spec.n // self.tiling.n)
+        if spec.dx and self.batches > 1:
+            raise ValueError(f"{config}: {spec.n} classes are {self.batches} batches, not one")
 
     def grid(self, rows: Int32, groups: Int32) -> Int32:
         return groups
@@ -88,10 +106,12 @@ class CrossEntropyStream(Losses, ReductionBase):
 
         layout = cute.make_layout((self.tiling.vec, self.config.unroll + self.shifted))
         ahead = cute.make_rmem_tensor(layout, mX.element_type)
-        cta, target, turn = row, Int64(0), Int32(0)
+        cta, target, turn, scale = row, Int64(0), Int32(0), Float32(1.0)
         if row < rows:
             self._fetch(mX, row, Int32(0), tid, ahead)
             target = Int64(mT[Int64(row)])
+        if const_expr(self.early):
+            scale = self._scale(mT, mW, results, mState, options, mine, cta, tid)
         while row < rows:
             label = label_of(target, mW, options.ignore_index, self.spec.n)
             logit = Float32(element(slice_pointer(mX, coordinates(mX, row), label.index))[0])
@@ -110,17 +130,90 @@ class CrossEntropyStream(Losses, ReductionBase):
             partials = exchange.warps[None, None, None, turn]
             cta_post(self.reduction.within_warp(total, WARP), partials, tid // WARP, Int32(0))
             cute.arch.sync_threads()
-            if tid < WARP:
+            if const_expr(self.spec.dx):
                 known = collect(partials, self.reduction, Int32(0))
-                if tid == 0:
-                    z = capped(logit, self.spec, options)
-                    loss = self.store(results, Int64(row), label, z, known, options)
-                    if const_expr(mState is not None):
-                        _add(mine, loss, label.factor)
+                self._differentiate(
+                    mX, results, row, values, label, logit, known, scale, options, tid
+                )
+                self._account(results, mState, row, label, logit, known, mine, options, tid)
+            else:
+                if tid < WARP:
+                    known = collect(partials, self.reduction, Int32(0))
+                    self._account(results, mState, row, label, logit, known, mine, options, tid)
             turn, row = turn ^ 1, after
 
         if const_expr(mState is not None):
             self._reduce_rows(results, mState, mine, answer, exchange, cta, step, tid)
+
+    @property
+    def early(self) -> bool:
+        """Whether the total is needed before the losses are added up."""
+        return self.spec.dx and self.spec.reduction == "mean"
+
+    @cute.jit
+    def _scale(
+        self, mT, mW, results: Results, mState, options: Options, mine, cta: Int32, tid: Int32
+    ) -> Float32:
+        """What gradients are multiplied by; every thread gets it."""
+        if tid < WARP:
+            announced = chunks.announced_total(mState.iterator, cta)
+            total = chunks.sum_of_weights(
+                mT, mW, results.sums, mState.iterator, announced, cta, options, self.spec.n
+            )
+            if tid == 0:
+                mine[WEIGHT] = total
+        cute.arch.sync_threads()
+        return fast_math.inverse(mine[WEIGHT])
+
+    @cute.jit
+    def _account(
+        self, results: Results, mState, row: Int32, label: Label, logit, known, mine, options, tid
+    ):
+        """Write what is known of a row, and add it to the CTA's sums."""
+        if tid == 0:
+            z = capped(logit, self.spec, options)
+            loss = self.store(results, Int64(row), label, z, known, options)
+            if const_expr(mState is not None):
+                _add(mine, loss, Float32(0.0) if self.early else label.factor)
+
+    @cute.jit
+    def _differentiate(
+        self,
+        mX,
+        results: Results,
+        row: Int32,
+        values,
+        label: Label,
+        logit,
+        known,
+        scale,
+        options,
+        tid,
+    ):
+        """Write the gradient of a row; the label's own class last, by the warp that has it."""
+        tiling, n = const_expr(self.tiling), Int32(self.spec.n)
+        target = slice_pointer(results.dx, coordinates(results.dx, row), Int32(0))
+        lse = log_sum_exp(known[0], log_of(known[1]))
+        count = Float32(self.spec.n)
+        slope = slope_of(label, finite(known[0]), known[1], lse, count, scale, self.spec, options)
+        out = cute.make_rmem_tensor(values.layout, results.dx.element_type)
+        x = values.load().to(Float32)
+        out.store(gradient(x, None, slope, self.spec, options).to(results.dx.element_type))
+        if not label.kept:
+            out.fill(0.0)
+        start = tiling.start(tid)
+        if const_expr(self.shifted):
+            copy.store_shifted(out, target, tiling.start(tid // WARP * WARP), n)
+            cute.arch.sync_warp()
+        else:
+            for u in cutlass.range_constexpr(self.config.unroll):
+                index = start + u * tiling.step
+                copy.store_piece(out[None, u], target, index, n, copy.CHUNK, whole=True)
+        place = label.index - start
+        if label.kept and place >= 0 and place < tiling.step * self.config.unroll:
+            if place % tiling.step < tiling.vec:
+                value = gradient_of_label(logit, Float32(1.0), slope, self.spec, options)
+                element(target + label.index)[0] = results.dx.element_type(value)
 
     @cute.jit
     def _reduce_rows(self, results: Results, mState, mine, answer, exchange, cta, ctas, tid: Int32):
@@ -129,7 +222,7 @@ class CrossEntropyStream(Losses, ReductionBase):
         if tid == 0:
             lost = mine[LOST] if mine[LOST] == mine[LOST] else Float32(0.0)  # inf - inf
             sums[0, cta], sums[1, cta] = mine[LOSS] + lost, mine[WEIGHT]
-        if barrier.last_arrival(mState.iterator, ctas, answer, tid):
+        if barrier.last_arrival(mState.iterator + chunks.DONE, ctas, answer, tid):
             loss, weight = Float32(0.0), Float32(0.0)
             for first in cutlass.range(tid, ctas, AT_ONCE * self.num_threads, unroll=1):
                 places = [first + i * self.num_threads for i in range(AT_ONCE)]
@@ -141,6 +234,10 @@ class CrossEntropyStream(Losses, ReductionBase):
             cta_post(warp_reduce((loss, weight), SUM2), partials, tid // WARP, Int32(0))
             cute.arch.sync_threads()
             loss, weight = collect(partials, SUM2, Int32(0))
+            if const_expr(self.early):
+                weight = mine[WEIGHT]
+                if tid < WARP:
+                    chunks.clear(mState)
             if tid == 0:
                 one = Float32(1.0)
                 self.store_reduced(results, loss, weight if self.spec.reduction == "mean" else one)

@@ -17,6 +17,8 @@ SLICE_BYTES = 52 * 1024
 """Of a row in the shared memory of a CTA, unless the cluster is at its portable limit."""
 FEW_THREADS_BYTES = 40 * 1024
 """Up to here 128 threads are enough for a slice; more take longer to agree."""
+HELD_BYTES = 8 * 1024
+"""Of a row whose gradient is computed from registers, where a longer one waits in shared memory."""
 MOST_CTAS = 5
 """On an SM, where they have 128 threads or more."""
 UNROLL = 4
@@ -30,7 +32,8 @@ def default_fwd(spec: CrossEntropyFwdSpec, arch: Arch) -> FwdConfig | StreamConf
         UnsupportedError: rows do not fit the shared memory of a cluster.
     """
     best = replace(spec, align=16, in_phase=True, reduction="sum" if spec.dx else "none")
-    if not (spec.dx or spec.smoothing):
+    held = spec.n * dtypes.width(spec.x) // 8 <= HELD_BYTES  # until the sum is known
+    if not spec.smoothing and (held or not spec.dx):
         return _stream(spec, arch)
     for config in _staged(best):
         if rules.fits(config, best, arch):
@@ -69,7 +72,7 @@ def _stream(spec: CrossEntropyFwdSpec, arch: Arch) -> StreamConfig:
     if threads == 256 and (spec.odd or not full):
         threads = 128
     shifted = spec.odd or spec.align < 16
-    plain = not (shifted or spec.softcap or spec.weight or spec.x == "float32")
+    plain = not (shifted or spec.dx or spec.softcap or spec.weight or spec.x == "float32")
     resident = 640  # elsewhere, registers go less far
     if arch.name == "sm90":
         resident = 1024 if plain else 768
