@@ -39,7 +39,12 @@ def bwd(n: int, x: str = BF16, **fields: object) -> Spec:
 
 
 OPTIONS = {"smoothing": True, "softcap": True, "z_loss": True}
-STREAMS = [  # logits only
+STREAMS = [  # logits only, and short rows with the gradient
+    fwd(4, F32, dx=True),
+    fwd(1000, dx=True, target="int32", weight=BF16),
+    fwd(1001, F16, dx=True, softcap=True),
+    fwd(4096, F16, "sum", dx=True, rank=3),
+    fwd(4096, dx=True, align=2, in_phase=False, z_loss=True),
     fwd(1, F32, "none"),
     fwd(1000, F16, target="int32"),
     fwd(4096, z_loss=True, rank=3),
@@ -49,10 +54,8 @@ STREAMS = [  # logits only
     fwd(50257, F32, "none", weight=F32, softcap=True, z_loss=True),
 ]
 STAGED = [  # with the gradient, or label smoothing
-    fwd(4, F32, dx=True),
-    fwd(1000, dx=True, target="int32", weight=BF16),
-    fwd(4096, F16, "sum", dx=True, rank=3),
     fwd(8192, F32, "none", **OPTIONS),
+    fwd(8192, F16, "sum", dx=True, rank=3),
     fwd(32000, dx=True),
     fwd(32000, F32, dx=True, softcap=True, z_loss=True),
     fwd(32000, dx=True, weight=F32, **OPTIONS),

@@ -20,6 +20,7 @@ from quack_core.testing.inputs import Layout, random
 from quack_norm.ops import rows
 from quack_norm.ops.cross_entropy import autograd, launch, reference
 from quack_norm.ops.cross_entropy.config import STATE_INTS, WEIGHT_CHUNKS
+from quack_norm.ops.cross_entropy.rules import HELD_BYTES
 from quack_norm.ops.cross_entropy.spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec
 from quack_norm.ops.row_map import launch as row_launch
 
@@ -68,7 +69,7 @@ class Kernels:
         self.launches.append(spec)
         *options_given, groups = numbers
         options = self._options(spec, tuple(options_given), spec.reduction)
-        stays = not (spec.dx or spec.smoothing)
+        stays = not spec.smoothing and (not spec.dx or spec.n * input.itemsize <= HELD_BYTES)
         assert groups == (min(target.numel(), RESIDENT) if stays else 0)
         count = self._rows(spec, input, target, weight, dx if spec.dx else None)
         assert (dx is None) is not spec.dx
