@@ -251,3 +251,18 @@ def test_a_row_has_the_same_bits_in_every_batch(n: int, dtype: torch.dtype, cuda
     whole = layernorm(x)
     for rows in (1, 7, 500):
         assert_bitwise(layernorm(x[-rows:]), whole[-rows:])
+
+
+@pytest.mark.parametrize("n", [1536, 4096, 8192, 20480, 65536])
+def test_rows_that_share_float32_columns(n: int, cuda: str) -> None:
+    """A thread reads weight and bias once for two rows; with an odd number of rows one is alone."""
+    weight, bias = (random((n,), F32, cuda, seed=s) for s in (1, 2))
+    x, residual = (random((1333, n), BF16, cuda, seed=s) for s in (3, 4))
+    whole, h = layernorm(x, weight, bias, residual=residual, prenorm=True)
+    assert_bitwise(h, x + residual)
+    for rows in (1, 2, 701):
+        last = layernorm(x[-rows:], weight, bias, residual=residual[-rows:], prenorm=True)
+        assert_bitwise(last[0], whole[-rows:])
+        assert_bitwise(last[1], h[-rows:])
+    exact = F.layer_norm(x.double() + residual.double(), (n,), weight.double(), bias.double())
+    assert torch.allclose(whole.double(), exact, rtol=2.0**-8, atol=2.0**-8)

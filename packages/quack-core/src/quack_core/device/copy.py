@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from quack_core.reduction.tiling import WARP, RowTiling
@@ -53,6 +53,23 @@ def register_view(registers: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 def make_registers(tiling: RowTiling, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     """Registers for the vectors of one thread: (vec, passes)."""
     return cute.make_rmem_tensor(cute.make_layout((tiling.vec, tiling.passes)), dtype)
+
+
+@cute.jit
+def widen(registers: cute.Tensor) -> cute.TensorSSA:
+    """Values of registers as float32.
+
+    bfloat16 is the upper half of a float32: one operation for each of a pair, where a conversion
+    takes two for the upper one.
+    """
+    if const_expr(registers.element_type is not BFloat16 or cute.size(registers, mode=[0]) % 2):
+        return registers.load().to(Float32)
+    words = cute.recast_tensor(registers, Uint32)
+    found = cute.make_rmem_tensor(registers.shape, Float32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        found[2 * i] = (words[i] << 16).bitcast(Float32)
+        found[2 * i + 1] = (words[i] & Uint32(0xFFFF0000)).bitcast(Float32)
+    return found.load()
 
 
 @cute.jit

@@ -15,7 +15,7 @@ from quack_core.device.reduce import (
     cluster_post,
     collect,
     cta_post,
-    warp_reduce,
+    lanes_reduce,
 )
 from quack_core.reduction.tiling import WARP, RowTiling
 
@@ -113,10 +113,7 @@ class ReductionBase:
         """
         tiling, buffer = const_expr(self.tiling), round_idx % self.buffers
         operation, mbar = const_expr(self.reduction), exchange.mbar
-        if const_expr(operation.within_warp is None):
-            total = warp_reduce(value, operation, tiling.lanes)
-        else:
-            total = operation.within_warp(value, tiling.lanes)
+        total = lanes_reduce(value, operation, tiling.lanes)
         if const_expr(tiling.threads_per_row > WARP or tiling.cluster > 1):
             here, row = exchange.warps[None, None, None, buffer], self.row_in_cta(tid)
             cta_post(total, here, self.thread_in_row(tid) // WARP, row)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from quack_core.device.reduce import SUM, warp_reduce
 from quack_core.reduction.tiling import WARP
@@ -16,10 +16,10 @@ from quack_core.reduction.tiling import WARP
 from .config import CHUNKS, COPIES, COPY_INTS, WEIGHT_CHUNKS
 from .gradient import Options, label_of
 
-DRAWN, WEIGHED, DONE, ROWS = range(COPIES * COPY_INTS, COPIES * COPY_INTS + 4)
-"""Counters: chunks whose weights somebody adds up, and those that are added up; chunks whose losses
-are added up; from the last on, rows of each chunk that are done. Before them lie copies of the sum
-of all weights, as `_encoded`."""
+WEIGHED, _, DRAWN, DONE, ROWS = range(COPIES * COPY_INTS, COPIES * COPY_INTS + 5)
+"""Counters: chunks whose weights are added up, 64 bits, in the upper half where the lower one counts
+labels; chunks whose weights somebody adds up; those whose losses are added up; from the last on, rows of
+each chunk that are done. Before them lie copies of the sum of all weights, as `_encoded`."""
 LOSSES, WEIGHTS = range(2)
 """Rows of the scratch ``sums``: losses, then of chunks, at their first rows; weights of chunks."""
 AT_ONCE = 8
@@ -63,14 +63,21 @@ def sum_of_weights(
                 return Float32(sums[WEIGHTS, i])
 
             first = chunk * size
-            total = _sum(weight, first, cutlass.min(first + size, rows))
-            last = Int32(0)
+            total, last = _sum(weight, first, cutlass.min(first + size, rows)), Int32(0)
             if lane == 0:
-                sums[WEIGHTS, chunk] = total
-                last = Int32(_arrive(counters + WEIGHED) == count - 1)
+                if const_expr(mW is None):
+                    before, total = _add_count(counters + WEIGHED, total)
+                    last = Int32(before == count - 1)
+                else:
+                    sums[WEIGHTS, chunk] = total
+                    last = Int32(_arrive(counters + WEIGHED) == count - 1)
             if cute.arch.shuffle_sync(last, 0) != 0:
                 cute.arch.sync_warp()
-                code = _encoded(_sum(of_chunk, Int32(0), count))
+                if const_expr(mW is None):
+                    total = cute.arch.shuffle_sync(total, 0)
+                else:
+                    total = _sum(of_chunk, Int32(0), count)
+                code = _encoded(total)
                 for i in cutlass.range(lane, COPIES, WARP, unroll=1):
                     cute.arch.store(counters + i * COPY_INTS, code, sem="relaxed", scope="gpu")
             chunk = _draw(counters)
@@ -120,7 +127,7 @@ def clear(state: cute.Tensor) -> None:
     lane = cute.arch.lane_idx()
     for i in cutlass.range(lane, COPIES, WARP, unroll=1):
         state[i * COPY_INTS] = Int32(0)
-    for i in cutlass.range(DRAWN + lane, cute.size(state), WARP, unroll=1):
+    for i in cutlass.range(WEIGHED + lane, cute.size(state), WARP, unroll=1):
         state[i] = Int32(0)
 
 
@@ -162,6 +169,21 @@ def _draw(counters: cute.Pointer) -> Int32:
 def _arrive(counter: cute.Pointer) -> Int32:
     """How many came before; what they wrote is visible."""
     return Int32(cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu"))
+
+
+def _add_count(counter: cute.Pointer, count: Float32) -> tuple[Int32, Float32]:
+    """Add to the lower half of a counter of 64 bits, and 1 to the upper one.
+
+    What others have added comes with the answer: nothing else has to be visible, which would take
+    a fence.
+
+    Returns:
+        The upper half before, the lower one now.
+    """
+    wide = cute.recast_ptr(counter, dtype=Int64)
+    number = Int64(Int32(count))
+    before = Int64(cute.arch.atomic_add(wide, number + (1 << 32), sem="relaxed", scope="gpu"))
+    return Int32(before >> 32), Float32(Uint32(before & 0xFFFFFFFF) + Uint32(number))
 
 
 @cute.jit

@@ -16,7 +16,7 @@ COPIES = 32
 """Of the sum of label weights: if all CTAs read one, they wait for one another."""
 COPY_INTS = 32
 """From one copy to the next: they lie in cache lines of their own."""
-STATE_INTS = COPIES * COPY_INTS + 3 + CHUNKS
+STATE_INTS = COPIES * COPY_INTS + 4 + CHUNKS
 """Counters of a forward that reduces."""
 
 

@@ -106,7 +106,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
 
         # --- shared memory
         smem = cutlass.memory.SmemAllocator()
-        stages = (self._stage(smem, mX), None)
+        stages = (self._stages(smem, mX)[None, 0], None)
         exchange = self.allocate(smem)
         full = barrier.allocate_mbarriers(smem, self.batches + 1)
         told = full + self.batches  # the total is in shared memory
@@ -255,7 +255,7 @@ class CrossEntropyFwd(Losses, RowMapStaged):
     def _gradients(self, mX, mW, mdX, stages, place, slope: Slope, options: Options) -> None:
         """Gradient of the CTA's logits but for the label's own share."""
         weights = mW if self.spec.smoothing else None
-        self._results(mX, None, weights, None, mdX, stages, place, slope, options)
+        self._results(mX, None, weights, None, mdX, [stages], [place], [slope], options)
 
     def result(self, values, known, columns, scalars):
         weight = None if columns[0] is None else columns[0].load().to(Float32)

@@ -138,7 +138,7 @@ def arguments(spec: CrossEntropyFwdSpec) -> tuple:
         where_reduced("float32", (1,)),
         where_reduced(spec.x, (1,), align=2),
         symbolic(spec.x, rows, align=spec.align) if spec.dx else None,
-        where_reduced("int32", (STATE_INTS,)),
+        where_reduced("int32", (STATE_INTS,), align=8),
         Int64(0),
         Float32(0),
         Float32(0),

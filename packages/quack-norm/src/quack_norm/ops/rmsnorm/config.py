@@ -1,11 +1,13 @@
 """How an RMSNorm kernel computes: frozen configurations. ``rules`` chooses them."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from quack_core import dtypes
 from quack_core.arch import most_registers
 from quack_core.reduction.tiling import RowTiling
 from quack_norm.ops.row_map.config import REGISTERS, RowConfig
+from quack_norm.ops.row_map.spec import RowSpec
 
 from .spec import RMSNormBwdSpec
 
@@ -20,6 +22,10 @@ class CentredFwdConfig(FwdConfig):
     """Forward of LayerNorm."""
 
     shiftable = False
+
+    def for_few(self, spec: RowSpec) -> Self | None:
+        """None for rings as well: they do not keep distances, which gives other bits."""
+        return None if self.persistent else super().for_few(spec)
 
 
 @dataclass(frozen=True)

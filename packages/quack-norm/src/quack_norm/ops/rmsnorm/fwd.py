@@ -4,12 +4,13 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from quack_core.device import fast_math
+from quack_core.device import copy, fast_math
 from quack_core.device.reduce import (
     SUM,
     Partial,
     Reduction,
     moments,
+    thread_distances,
     thread_moments,
     thread_squares,
 )
@@ -61,6 +62,13 @@ class RMSNormRows:
     def partial(self, values, exists) -> Partial:
         return thread_moments(values, exists) if self.spec.centred else (thread_squares(values),)
 
+    def keep(self, values, exists):
+        """16-bit results of LayerNorm are made of the distances from the thread's point."""
+        if not self.spec.centred or self.spec.out == "float32":
+            return values, self.partial(values, exists)
+        partial, left = thread_distances(values, exists)
+        return (left, partial[1]), partial
+
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:
         """rstd; for LayerNorm mean, what float32 lacks of the mean, and of rstd if it matters."""
         share = Float32(1 / self.spec.n)
@@ -80,6 +88,9 @@ class RMSNormRows:
         exact = self.spec.out == "float32"
         if not self.spec.centred:
             normalised = values * rstd
+        elif isinstance(values, tuple):
+            left, point = values
+            normalised = left * rstd + ((point - others[0]) - others[1]) * rstd
         elif exact:
             values = (values - others[0]) - others[1]
             normalised = values * rstd
@@ -107,14 +118,14 @@ def scale(values, lost, columns: tuple, weight_offset: Float32, spec: RMSNormFwd
     """
     rW, rB = columns
     if rW is not None:
-        weight = rW.load().to(Float32)
+        weight = copy.widen(rW)
         weight = weight + weight_offset if spec.offset else weight
         if lost is None:
             values = values * weight
         else:
             values = cute.math.fma(values, weight, lost * weight)
     if rB is not None:
-        values = values + rB.load().to(Float32)
+        values = values + copy.widen(rB)
     return values
 
 

@@ -7,14 +7,14 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from quack_core.device import copy
 from quack_core.device.barrier import NamedBarrier
-from quack_core.device.reduce import SUM, Partial, Reduction
+from quack_core.device.reduce import SUM, Partial, Reduction, side_by_side
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.tiling import RowTiling
 
 from .config import LATE_WORDS, words
 
-Values = cute.TensorSSA | tuple[cute.TensorSSA, ...]
-"""float32 vectors of a thread: one, or several that belong together."""
+Values = cute.TensorSSA | tuple[cute.TensorSSA | Float32, ...]
+"""float32 vectors of a thread: one, or several that belong together, with numbers for all of them."""
 
 
 class RowMap(ReductionBase):
@@ -31,7 +31,9 @@ class RowMap(ReductionBase):
 
     def __init__(self, spec, config, buffers: int = 1, barrier: NamedBarrier | None = None):
         self.spec, self.config = spec, config
-        super().__init__(config.tiling(spec), self.reduction_of(spec), buffers, barrier)
+        self.of_row = self.reduction_of(spec)
+        several = side_by_side(self.of_row, config.rows_per_thread)
+        super().__init__(config.tiling(spec), several, buffers, barrier)
 
     def reduction_of(self, spec) -> Reduction:
         """The reduction of ``partial``."""
@@ -89,25 +91,36 @@ class RowMap(ReductionBase):
         needed = max(1, self.config.ctas_per_sm) * (self.config.smem_bytes(self.spec) + reserved)
         return min(100, -(-100 * needed // of_sm))
 
-    def by_vector(self, values: Values, known, columns, scalars, dtype, tiling: RowTiling):
-        """``result`` in the output's dtype, for a thread's vectors (vec, passes) one by one.
+    def by_vector(
+        self, rows: list[Values], known: list, columns, scalars, dtype, tiling: RowTiling
+    ) -> list[cute.TensorSSA]:
+        """``result`` of rows in the output's dtype, for a thread's vectors (vec, passes) one by one.
 
-        So that column operands take few registers.
+        So that column operands take few registers, and are read once for all rows.
 
         Args:
+            known: of each row.
             columns: gives the registers of column operands for a pass.
         """
-        parts, out = [], copy.make_registers(tiling, dtype)
-        for part in apart(values):
-            parts.append(copy.make_registers(tiling, Float32))
-            parts[-1].store(part)
+        stored, out = [], [copy.make_registers(tiling, dtype) for _ in rows]
+        for values in rows:
+            stored.append([])
+            for part in apart(values):
+                stored[-1].append(part)
+                if isinstance(part, cute.TensorSSA):
+                    stored[-1][-1] = copy.make_registers(tiling, Float32)
+                    stored[-1][-1].store(part)
         at_once = max(1, LATE_WORDS // max(1, int(tiling.vec * words(*self.spec.columns))))
         for p in range(tiling.passes):
             if p and p % at_once == 0:  # or else all of them come first, and spill
                 cute.arch.sync_warp()
-            vector = together([part[None, p].load() for part in parts])
-            out[None, p].store(self.result(vector, known, columns(p), scalars).to(dtype))
-        return out.load()
+            operands = columns(p)
+            for parts, facts, registers in zip(stored, known, out, strict=True):
+                vector = together(
+                    [q[None, p].load() if isinstance(q, cute.Tensor) else q for q in parts]
+                )
+                registers[None, p].store(self.result(vector, facts, operands, scalars).to(dtype))
+        return [registers.load() for registers in out]
 
     def exists(self, tiling: RowTiling, thread: Int32, count: Int32) -> cute.TensorSSA | None:
         """Which of a thread's elements (vec, passes) belong to the row.
@@ -155,14 +168,14 @@ def within(shape: tuple[int, int], first: Int32, step: int, count: Int32) -> cut
     return found.load()
 
 
-def apart(values: Values) -> tuple[cute.TensorSSA, ...]:
-    """The vectors of values."""
+def apart(values: Values) -> tuple[cute.TensorSSA | Float32, ...]:
+    """The vectors and numbers of values."""
     return values if isinstance(values, tuple) else (values,)
 
 
-def together(vectors: list[cute.TensorSSA]) -> Values:
+def together(parts: list[cute.TensorSSA | Float32]) -> Values:
     """The inverse of ``apart``."""
-    return vectors[0] if len(vectors) == 1 else tuple(vectors)
+    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def num_rows(tensor: cute.Tensor) -> Int32:

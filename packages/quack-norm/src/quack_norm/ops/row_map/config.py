@@ -40,6 +40,8 @@ class RowConfig:
         ctas_per_sm: CTAs that should be on an SM together; 0: as many as fit.
         unroll: 0: threads hold their part of a row. Otherwise it waits in shared memory, and they
             take this many vectors at a time.
+        rows_per_thread: rows of which a thread has the same columns, where they wait in shared
+            memory: column operands are read once for all of them.
     """
 
     threads_per_row: int
@@ -49,6 +51,7 @@ class RowConfig:
     stages: int = 0
     ctas_per_sm: int = 0
     unroll: int = 0
+    rows_per_thread: int = 1
 
     kernel: ClassVar[str] = "fwd"
     shiftable: ClassVar[bool] = False  # whether there is a kernel for ``shifted``
@@ -82,7 +85,7 @@ class RowConfig:
 
     def for_few(self, spec: RowSpec) -> Self | None:
         """One tile per CTA with the same bits, for few rows; None if that is not to be had."""
-        single = replace(self, stages=0, ctas_per_sm=0, unroll=0)
+        single = replace(self, stages=0, ctas_per_sm=0, unroll=0, rows_per_thread=1)
         if spec.odd or not (self.persistent or self.batches(spec) == 1):
             return None
         if self.unroll and single.tiling(spec).passes != self.unroll:
@@ -141,12 +144,14 @@ class RowConfig:
         if self.unroll:
             batches = self.batches(spec)
             cols = batches * self.batch(spec).n if spec.odd else self.slice_cols(spec)
-            residues += 8 * batches + 128 * len(spec.rows)
-            residues += sum(cols * dtypes.width(name) // 8 + 16 for name in spec.rows)
+            row = 8 * batches + 128 * len(spec.rows)
+            row += sum(cols * dtypes.width(name) // 8 + 16 for name in spec.rows)
+            residues += self.rows_per_thread * row
         if self.persistent:
             rows = sum(tiling.cols * dtypes.width(name) // 8 + 16 for name in spec.rows)
             residues += self.stages * (rows + 128 + 32) + 64
-        return residues + tiling.shared_bytes(buffers=2 if self.persistent else 1) + 1024
+        exchange = tiling.shared_bytes(buffers=2 if self.persistent else 1)
+        return residues + self.rows_per_thread * exchange + 1024
 
     def groups(self, spec: RowSpec, rows: int, heads: int, resident: int) -> int:
         """Clusters to launch if the kernel is persistent."""

@@ -275,7 +275,7 @@ class RowMapRing(RowMap):
         def read(p: int) -> list:
             return [self._column_vector(tensor, place, p) for tensor in tensors]
 
-        return self.by_vector(h, known, read, scalars, mY.element_type, self.tiling)
+        return self.by_vector([h], [known], read, scalars, mY.element_type, self.tiling)[0]
 
     def _predicate(self, tid: Int32, rank: Int32) -> cute.Tensor | None:
         """Which vectors of this thread exist; None if all do, or if not even vectors are whole."""

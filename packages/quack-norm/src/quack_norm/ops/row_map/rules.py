@@ -75,11 +75,11 @@ def fits(config: RowConfig, spec: RowSpec, arch: Arch) -> bool:
     vector = spec.full_vector * words(*spec.columns)  # of column operands that come late
     if config.unroll:  # a batch as it is and, where there is only one, as float32 meanwhile
         once = config.batches(spec) == 1
-        values = config.unroll * spec.full_vector
+        values = config.unroll * spec.full_vector * config.rows_per_thread
         held = values * (spec.kept if once else 1) + values * words(*spec.rows) / 2
         early = config.early(spec)
         late = vector / 4 if once else vector  # a value that is held makes room for its result
-        held += values * words(*spec.columns) / 2 if early else late
+        held += values / config.rows_per_thread * words(*spec.columns) / 2 if early else late
         # Of few warps each thread reads all partial results; shifting needs some as well.
         spare = 12 if not once else 18 if spec.columns else 10
         if early and config.threads_per_row > 256:
@@ -169,19 +169,24 @@ def _staged(spec: RowSpec) -> Iterator[RowConfig]:
 
 
 def _staged_with_columns(spec: RowSpec) -> Iterator[RowConfig]:
-    """The same with several column operands: each row takes longer, so more of them are under way,
-    and clusters are small, as every CTA reads its columns for each row."""
-    bytes_per_element = sum(dtypes.width(name) for name in spec.rows) // 8
-    for limit, high in ((32 * KB, 128), (64 * KB, 256), (96 * KB, 256)):
-        if limit == 32 * KB and spec.n * bytes_per_element > MAX_STAGED:
-            continue
-        for cluster in clusters(spec.n, limit // bytes_per_element):
+    """The same with several column operands. Clusters are small, as every CTA reads its columns for
+    each row; float32 ones are read once for two rows."""
+    width = sum(dtypes.width(name) for name in spec.rows) // 8
+    twice = words(*spec.columns) > 1 and not spec.odd
+    short = 32 * KB if twice or (spec.odd and spec.n * width <= MAX_STAGED) else 16 * KB
+    for limit, high in ((short, 128), (64 * KB, 256), (96 * KB, 256)):
+        for cluster in clusters(spec.n, limit // width):
             cols = -(-spec.n // cluster)
-            size = cols * bytes_per_element
+            size = cols * width
+            if limit == 16 * KB and cluster > 1:
+                break
             threads = threads_for(-(-cols // (4 * spec.full_vector)), 1, 1, low=WARP, high=high)
-            some = min(8, 96 * KB // size) if size <= 16 * KB else 192 * KB // (size + 2 * KB)
-            for ctas in range(max(1, some), 0, -1):
-                yield RowConfig(threads, 1, cluster, ctas_per_sm=ctas, unroll=4)
+            some = min(8, 96 * KB // size) if size <= 16 * KB else 4 if spec.odd else 3
+            rows = 2 if twice and limit == short else 1
+            for ctas in range(min(some, 4) if rows > 1 else some, 0, -1):
+                yield RowConfig(
+                    threads, 1, cluster, ctas_per_sm=ctas, unroll=4, rows_per_thread=rows
+                )
 
 
 def _shifted(spec: RowSpec) -> Iterator[RowConfig]:

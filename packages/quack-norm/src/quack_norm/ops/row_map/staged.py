@@ -29,13 +29,13 @@ from .config import RowConfig
 
 
 class RowMapStaged(RowMap):
-    """A CTA, or a cluster of CTAs that share the columns, works on one row, batch by batch.
+    """A CTA, or a cluster of CTAs that share the columns, works on some rows, batch by batch.
 
-    Threads: ``threads_per_row``, each with ``unroll`` vectors of a batch.
+    Threads: ``threads_per_row``, each with ``unroll`` vectors of a batch, in each row.
     Shared memory: the CTA's slice of each row operand; partial results.
     Synchronises: an mbarrier per batch, on which its bytes complete; one barrier, with a cluster
     one phase of an mbarrier.
-    Traffic: every operand once; column operands once per row, from L1 or L2.
+    Traffic: every operand once; column operands once per CTA, from L1 or L2.
 
     Rows of any length and alignment, as in ``shared``.
     """
@@ -43,6 +43,9 @@ class RowMapStaged(RowMap):
     def __init__(self, spec, config: RowConfig, barrier: NamedBarrier | None = None):
         self.batch, self.batches = config.batch(spec), config.batches(spec)
         self.holds = self.batches == 1 and not spec.odd
+        self.rows = config.rows_per_thread
+        if self.rows > 1 and spec.per_head:
+            raise ValueError(f"{config}: rows of different heads have no columns in common")
         super().__init__(spec, config, barrier=barrier)
         self.shifted = spec.odd or spec.align < copy.CHUNK
         self.cols, self.early = config.slice_cols(spec), config.early(spec)
@@ -55,7 +58,7 @@ class RowMapStaged(RowMap):
         """Launch; ``operands`` as ``kernel`` takes them."""
         cluster = const_expr(self.tiling.cluster)
         self.kernel(*operands[:7], scalars).launch(
-            grid=[cluster * num_rows(operands[0]), 1, 1],
+            grid=[cluster * ((num_rows(operands[0]) + self.rows - 1) // self.rows), 1, 1],
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
             min_blocks_per_mp=max(1, self.config.ctas_per_sm),
@@ -67,48 +70,68 @@ class RowMapStaged(RowMap):
     def kernel(self, mX, mW, mB, mR, mY, mH, mStatistic, scalars):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        row, rank = block // self.tiling.cluster, block % self.tiling.cluster
-        at, first = coordinates(mX, row), rank * self.cols
+        group, rank = block // self.tiling.cluster, block % self.tiling.cluster
+        first = rank * self.cols
         count = self.count_from(first, self.cols)
         smem = cutlass.memory.SmemAllocator()
-        stages = (self._stage(smem, mX), self._stage(smem, mR))
+        sX, sR = self._stages(smem, mX), self._stages(smem, mR)
         exchange = self.allocate(smem)
-        full = barrier.allocate_mbarriers(smem, self.batches)
-        barrier.init_mbarriers(full, self.batches, 1, tid)
+        full = barrier.allocate_mbarriers(smem, self.rows * self.batches)
+        barrier.init_mbarriers(full, self.rows * self.batches, 1, tid)
+        slots = [self._slot(mX, group, r) for r in range(self.rows)]
+        rows = [coordinates(mX, group * self.rows + slot) for slot in slots]
+        places = [(at, first, tid, count) for at in rows]
+        stages = [(_stage(sX, slot), _stage(sR, slot)) for slot in slots]
         if tid < WARP:
             cute.arch.sync_warp()
-            self._fetch(mX, mR, stages[0], stages[1], full, at, first, count)
+            for r in cutlass.range_constexpr(self.rows):
+                if slots[r] == r:
+                    mbars = full + r * self.batches
+                    self._fetch(mX, mR, *stages[r], mbars, rows[r], first, count)
         self.start_cluster(exchange, tid)
         cute.arch.sync_threads()
-        place = (at, first, tid, count)
-        if const_expr(self.holds):
-            h, partial = self._hold(mX, mR, mH, stages, full, place, scalars)
-            columns = None
-            if const_expr(self.early):
-                columns = self._columns((mW, mB), place, Int32(0))
-            self.join_cluster()
-            total = self.reduce(partial, exchange, tid, Int32(0))
-        else:
-            partial = self._accumulate(mX, mR, mH, stages, full, place, scalars)
-            self.join_cluster()
-            total = self.reduce(partial, exchange, tid, Int32(0))
-        known = self.finish(total, scalars)
+        held, partial = [], ()
+        for slot, stage, place in zip(slots, stages, places, strict=True):
+            mbars = full + slot * self.batches
+            if const_expr(self.holds):
+                h, of_row = self._hold(mX, mR, mH, stage, mbars, place, scalars)
+                held.append(h)
+            else:
+                of_row = self._accumulate(mX, mR, mH, stage, mbars, place, scalars)
+            partial = (*partial, *of_row)
+        columns = None
+        if const_expr(self.holds and self.early):
+            columns = self._columns((mW, mB), places[0], Int32(0))
+        self.join_cluster()
+        total, width = self.reduce(partial, exchange, tid, Int32(0)), self.of_row.width
+        known = [self.finish(total[r * width : (r + 1) * width], scalars) for r in range(self.rows)]
         if const_expr(mStatistic is not None):
-            if tid == 0 and rank == 0:
-                store_statistics(mStatistic, at, known)
+            for r in cutlass.range_constexpr(self.rows):
+                if tid == 0 and rank == 0:
+                    store_statistics(mStatistic, rows[r], known[r])
         if const_expr(self.holds):
-            self._finish_batch(h, known, (mW, mB), columns, mY, place, Int32(0), scalars)
+            self._finish_batch(held, known, (mW, mB), columns, mY, places, Int32(0), scalars)
         else:
-            self._results(mX, mR, mW, mB, mY, stages, place, known, scalars)
+            self._results(mX, mR, mW, mB, mY, stages, places, known, scalars)
 
-    def _stage(self, smem: cutlass.memory.SmemAllocator, tensor: cute.Tensor | None):
-        """Room for a slice of a row operand, from the aligned address below it on."""
+    @cute.jit
+    def _slot(self, mX, group: Int32, r: cutlass.Constexpr[int]) -> Int32:
+        """Which of the CTA's rows is worked on as number r: the first one again, and the same
+        written again, beyond the last row of all."""
+        slot = Int32(r)
+        if const_expr(r > 0):
+            if group * self.rows + r >= num_rows(mX):
+                slot = Int32(0)
+        return slot
+
+    def _stages(self, smem: cutlass.memory.SmemAllocator, tensor: cute.Tensor | None):
+        """Room for slices of a row operand, each from the aligned address below it on."""
         if tensor is None:
             return None
-        cols = self.cols
+        cols, line = self.cols, 128 * 8 // tensor.element_type.width
         if self.shifted:  # a batch is read to its end
             cols = self.batches * self.batch.n + shared.padding(tensor.element_type, True)
-        layout = cute.make_layout(cols)
+        layout = cute.make_layout((cols, self.rows), stride=(1, -(-cols // line) * line))
         return smem.allocate_tensor(tensor.element_type, layout, byte_alignment=128)
 
     @cute.jit
@@ -165,42 +188,51 @@ class RowMapStaged(RowMap):
     def _accumulate(self, mX, mR, mH, stages, full: cute.Pointer, place, scalars) -> Partial:
         """The thread's part of the reduction; h is written as well where it is wanted."""
         _, _, tid, count = place
-        total = self.reduction.neutral()
+        total = self.of_row.neutral()
         for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
             barrier.wait(full, Phase(b, Int32(0)))
             h = self._values(mX, mR, stages, place, scalars, b)
             partial = self.partial(h, self.exists(self.batch, tid, count - b * self.batch.n))
-            total = self.reduction.combine(total, partial)
+            total = self.of_row.combine(total, partial)
             if const_expr(mH is not None):
                 self._write(h, mH, place, b)
         return total
 
-    def _results(self, mX, mR, mW, mB, mY, stages, place, known, scalars) -> None:
+    def _results(self, mX, mR, mW, mB, mY, stages, places, known, scalars) -> None:
         """Write the results; values are read again."""
         if self.by_pieces:
-            self._pieces(mY, stages, place, known, scalars)
+            for stage, place, facts in zip(stages, places, known, strict=True):
+                self._pieces(mY, stage, place, facts, scalars)
         else:
-            self._batches(mX, mR, mW, mB, mY, stages, place, known, scalars)
+            self._batches(mX, mR, mW, mB, mY, stages, places, known, scalars)
 
     @cute.jit
-    def _batches(self, mX, mR, mW, mB, mY, stages, place, known, scalars):
+    def _batches(self, mX, mR, mW, mB, mY, stages, places, known, scalars):
         """Write the results batch by batch, by the owners of the values."""
-        _, _, _, count = place
+        _, _, _, count = places[0]
         for b in cutlass.range((count + self.batch.n - 1) // self.batch.n, unroll=1):
-            h = self._values(mX, mR, stages, place, scalars, b)
-            self._finish_batch(h, known, (mW, mB), None, mY, place, b, scalars)
+            held = [
+                self._values(mX, mR, stage, place, scalars, b)
+                for stage, place in zip(stages, places, strict=True)
+            ]
+            self._finish_batch(held, known, (mW, mB), None, mY, places, b, scalars)
 
-    def _finish_batch(self, h, known, tensors, columns, mY, place, b: Int32, scalars) -> None:
+    def _finish_batch(self, held, known, tensors, columns, mY, places, b: Int32, scalars) -> None:
         """Write the results of a batch; column operands are read here unless they are there."""
         if columns is None and any(tensor is not None for tensor in tensors):
 
             def read(p: int) -> list:
-                return [self._column_vector(tensor, place, b, p) for tensor in tensors]
+                return [self._column_vector(tensor, places[0], b, p) for tensor in tensors]
 
-            y = self.by_vector(h, known, read, scalars, mY.element_type, self.batch)
+            results = self.by_vector(held, known, read, scalars, mY.element_type, self.batch)
         else:
-            y = self.result(h, known, columns or [None, None], scalars)
-        self._write(y, mY, place, b)
+            absent = [None, None]
+            results = [
+                self.result(h, facts, columns or absent, scalars)
+                for h, facts in zip(held, known, strict=True)
+            ]
+        for y, place in zip(results, places, strict=True):
+            self._write(y, mY, place, b)
 
     @cute.jit
     def _pieces(self, mY, stages, place, known, scalars):
@@ -282,3 +314,8 @@ class RowMapStaged(RowMap):
         batch, align = self.batch, self.spec.weight_align
         start, index = column_pointer(tensor, at, first), batch.start(tid) + p * batch.step
         return copy.load_piece(start + b * batch.n, index, count - b * batch.n, batch.vec, align)
+
+
+def _stage(stages: cute.Tensor | None, slot: Int32) -> cute.Tensor | None:
+    """One of the slices of a row operand; None for an absent operand."""
+    return None if stages is None else stages[None, slot]
