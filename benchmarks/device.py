@@ -25,6 +25,13 @@ def available() -> bool:
     return False
 
 
+def try_out() -> None:
+    """Run something: an error if the context is lost, or torch's random numbers are, to a graph
+    whose recording has failed."""
+    torch.rand(1, device="cuda")
+    torch.cuda.synchronize()
+
+
 def folder(name: str) -> str:
     """The results folder of a GPU: lower case, words joined by hyphens."""
     return "-".join(name.lower().split()) or "none"

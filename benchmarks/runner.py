@@ -129,7 +129,7 @@ class Runner:
         times: dict[str, list[float]] = {}
         copy_times, clocks = dict(times), (0, 0.0)
         if any(outcome.launch for outcome in outcomes):
-            times, copy_times, clocks = self._time(problem, outcomes, chosen)
+            times, copy_times, clocks = self._time(index, problem, outcomes, chosen)
         base = self._base(case, problem, chosen, floor, clocks)
         return finish(base, outcomes, times, copy_times, self._versions)
 
@@ -157,7 +157,7 @@ class Runner:
         return found
 
     def _time(
-        self, problem: Problem, outcomes: Sequence[Outcome], chosen: Plan
+        self, index: int, problem: Problem, outcomes: Sequence[Outcome], chosen: Plan
     ) -> tuple[dict[str, list[float]], dict[str, list[float]], tuple[int, float]]:
         """Microseconds per call: variants (ours twice), copies; and the clocks meanwhile."""
         sets = [problem.make() for _ in range(chosen.sets)]
@@ -165,12 +165,14 @@ class Runner:
         for outcome in outcomes:
             if outcome.launch is None:
                 continue
+            self.marker.set(index, outcome.variant.name)
             made = attempt(functools.partial(timing.replay, outcome.launch, sets, chosen))
             if isinstance(made, Failure):  # it ran, but not in a graph
                 self._require_context()
                 outcome.status, outcome.note = made.status, f"in a graph: {made.note}"
             else:
                 replays[outcome.variant.name] = made
+        self.marker.set(index, "")
         copy_replays = self._copies(problem, chosen)
         repeated = [o.variant.name for o in outcomes if o.variant.role == "ours"]
         entries = dict(replays)
@@ -237,8 +239,9 @@ class Runner:
         return self.versions[package]
 
     def _require_context(self) -> None:
-        """Leave the process if the CUDA context is lost: nothing can run in it any more."""
-        alive = attempt(torch.cuda.synchronize)
+        """Leave the process if nothing can run in it any more: the CUDA context is lost, or torch's
+        random numbers are, to a graph whose recording has failed."""
+        alive = attempt(device.try_out)
         if isinstance(alive, Failure):
             print(f"CUDA context lost: {alive.note}", flush=True)
             raise SystemExit(STICKY)

@@ -83,6 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[r
     plan = timing.Plan(2, 3, "graph-cold")
     make_copy = copies.make
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(device, "try_out", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(device, "gpu_name", lambda: "Test GPU")
     monkeypatch.setattr(device, "clock_and_power", lambda: (1980, 600.0))
@@ -200,7 +201,7 @@ def test_a_lost_context_ends_the_process(
     def lost() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(device, "try_out", lost)
     with pytest.raises(SystemExit) as stopped:
         run()
     assert stopped.value.code == runner.STICKY
