@@ -137,3 +137,15 @@ def test_what_no_configuration_serves_says_so(n: int) -> None:
 def test_specs_refuse(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be|have 1 to|needs rank"):
         RMSNormFwdSpec(**{"n": 8, "x": B, "out": B, **fields})  # type: ignore[arg-type]
+
+
+def test_float32_columns_are_read_for_two_rows_at_once() -> None:
+    def rows(**fields: object) -> int:
+        base = RMSNormFwdSpec(8192, "bfloat16", "bfloat16", "float32", bias="float32", centred=True)
+        return rules.default_fwd(dataclasses.replace(base, **fields), arch.SM90).rows_per_thread
+
+    assert rows() == 2
+    assert rows(weight="bfloat16", bias="bfloat16") == 1
+    assert rows(bias=None) == 1
+    assert rows(n=8191, align=2) == 1
+    assert rows(per_head=True, rank=3) == 1  # neighbouring rows have other columns
