@@ -68,8 +68,8 @@ from quack_norm import LayerNorm, QuackRMSNorm, RMSNorm, layernorm, rmsnorm
 from quack_norm import cross_entropy, log_softmax, softmax, topk
 result = time.perf_counter() - start
 """
-    # The least of several runs: another process can only make one slower.
-    assert min(fresh_python(code) for _ in range(3)) <= 0.3
+    # One of several runs is enough: another process can only make one slower.
+    assert any(fresh_python(code) <= 0.3 for _ in range(3))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def compacts():
 # The layout itself.
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(arbitrary())
 def test_integer_and_natural_coordinates_agree(layout):
@@ -78,6 +79,7 @@ def test_integer_and_natural_coordinates_agree(layout):
     assert algebra.cosize(layout) == max(expected) + 1
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(arbitrary())
 def test_idx2crd_inverts_crd2idx(layout):
@@ -118,6 +120,7 @@ def test_modes_rank_depth_and_spelling():
 # The operations.
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(arbitrary())
 def test_coalesce_and_flatten_keep_the_function_of_integers(layout):
@@ -129,6 +132,7 @@ def test_coalesce_and_flatten_keep_the_function_of_integers(layout):
     assert all(a * d != e for (a, d), (_, e) in itertools.pairwise(modes))
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(st.one_of(injective(), arbitrary()), arbitrary(max_stride=8))
 def test_composition(a, b):
@@ -142,6 +146,7 @@ def test_composition(a, b):
         assert result(crd) == a(index)
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(compacts(), arbitrary(max_stride=8))
 def test_composition_with_the_identity_is_neutral_and_always_exists(a, b):
@@ -168,6 +173,7 @@ def test_composition_by_mode_leaves_the_other_modes():
     assert found[2] == a[2]
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(injective(), st.integers(1, 200))
 def test_complement_reaches_every_offset_below_the_target(layout, target):
@@ -178,6 +184,7 @@ def test_complement_reaches_every_offset_below_the_target(layout, target):
     assert rest.image() == sorted(rest.image())
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(injective())
 def test_complement_covers_exactly_the_cosize_or_more(layout):
@@ -188,6 +195,7 @@ def test_complement_covers_exactly_the_cosize_or_more(layout):
     assert len(both) >= target
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(arbitrary())
 def test_right_inverse(layout):
@@ -196,6 +204,7 @@ def test_right_inverse(layout):
     assert [layout(inverse(i)) for i in range(count)] == list(range(count))
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(compacts())
 def test_inverses_of_a_compact_layout_are_total(layout):
@@ -206,6 +215,7 @@ def test_inverses_of_a_compact_layout_are_total(layout):
     assert left.image() == right.image()
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(injective())
 def test_left_inverse(layout):
@@ -215,6 +225,7 @@ def test_left_inverse(layout):
     assert all(0 <= value < count for value in inverse.image())
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(compacts(), st.integers(1, 6), st.integers(1, 3))
 def test_logical_divide_covers_each_offset_once(layout, extent, stride):
@@ -262,6 +273,7 @@ def test_a_tiler_of_fewer_modes_leaves_the_rest():
     assert found == Layout(((4, 2), ((2, 2), 4, 3)), ((2, 16), ((1, 8), 32, 128)))
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(injective(max_gap=2), injective(max_gap=2))
 def test_logical_product_repeats_without_overlap(block, tiler):

@@ -16,6 +16,7 @@ def swizzles(draw):
     return Swizzle(bits, draw(st.integers(0, 4)), shift)
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(swizzles())
 def test_a_swizzle_permutes_each_period_and_undoes_itself(swizzle):
@@ -26,6 +27,7 @@ def test_a_swizzle_permutes_each_period_and_undoes_itself(swizzle):
     assert [swizzle.inverse().apply(s) for s in swizzled] == list(offsets)
 
 
+@pytest.mark.exhaustive
 @BOUNDED
 @given(swizzles())
 def test_runs_of_two_to_the_base_stay_together(swizzle):

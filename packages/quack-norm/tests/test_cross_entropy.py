@@ -115,6 +115,7 @@ def arranged(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor | None, Te
     return x, target.to(device, case.target), weight, dloss
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case: Case, device: str) -> None:
     x, target, weight, dloss = arranged(case, device)

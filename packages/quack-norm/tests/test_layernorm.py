@@ -109,6 +109,7 @@ def check(
             assert_accurate(grad, right[key], baseline, name=key)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -80,6 +80,7 @@ def owners(chosen: config.FwdConfig, spec: RMSNormFwdSpec) -> list[tuple[int, in
     return found
 
 
+@pytest.mark.exhaustive
 @by_arch
 @pytest.mark.parametrize("n", [4096, 4104, 5120, 8192, 8200, 16384, 32776, 65544, MAX_N])
 def test_few_rows_are_added_up_alike(n: int, gpu: arch.Arch) -> None:

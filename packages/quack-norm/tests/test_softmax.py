@@ -54,6 +54,7 @@ def check(ours, torchs, x: Tensor, dout: Tensor, **how) -> None:
     assert dbase.shape == dx.shape
 
 
+@pytest.mark.exhaustive
 @both
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
