@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def check(function, n=64):
     assert f"expected to be {n}" in str(rejection(function, wrong, None, wrong, 1.0))
 
 
-def entries(tmp_path, suffix=".o"):
+def entries(tmp_path, suffix=".so"):
     return sorted((tmp_path / "cache" / "kernels").glob(f"*{suffix}"))
 
 
@@ -90,12 +89,14 @@ def test_entries_of_several_architectures(tmp_path, compilations):
 def test_damaged_entry_compiles_again_KC_02(part, tmp_path, compilations):
     load()
     (path,) = entries(tmp_path)
-    size = path.stat().st_size
-    os.truncate(path, [0, 1, size // 2][part])
+    code = path.read_bytes()
+    path.unlink()  # this process runs the old file: what is wrong has to be another one
+    path.write_bytes(code[: [0, 1, len(code) // 2][part]])
+    path.chmod(0o600)
     cache.clear_memory()
     check(load())
     assert len(compilations) == 2
-    assert path.stat().st_size == size
+    assert path.stat().st_size == len(code)
     cache.clear_memory()
     check(load())
     assert len(compilations) == 2
@@ -124,7 +125,7 @@ def test_export_that_fails_KC_02(tmp_path, monkeypatch):
     real = Compiled.export
 
     def export(self, path):
-        if "kernels" in path.parts:
+        if "kernels" in path.parts:  # not the one in memory
             path.write_bytes(b"half")
             raise RuntimeError("midway")
         real(self, path)
@@ -187,53 +188,65 @@ def test_second_process_loads_from_disk_and_says_so_KC_09(monkeypatch):
     assert re.fullmatch(r"quack\.jit INFO: scale_n64 \w{12} hit in 0\.\d+ s", done.stderr.strip())
 
 
-def test_sixteen_processes_compile_once_KC_01(tmp_path):
+def test_sixteen_processes_and_fifty_keys_compile_fifty_times_KC_01(tmp_path):
     """A stand-in compiler without the DSL: sixteen imports of it would take minutes."""
     script = textwrap.dedent(f"""
-        import os, sys, time, types
+        import os, random, sys, time, types
         sys.path.insert(0, {str(PROBE)!r})
-        from pathlib import Path
         from quack_core import arch
-        from quack_core.jit import cache
+        from quack_core.jit import cache, jit_stats
         from quack_probe.spec import ScaleConfig, ScaleSpec
         class Compiled:
-            name, function = "scale", "from memory"
-            def export(self, path):
-                path.write_bytes(b"first half")
-                time.sleep(0.05)
-                path.write_bytes(b"machine code")
+            function = "from memory"
+            def __init__(self, spec):
+                self.name = spec.name
+        def export(compiled, folder):
+            path = folder / "scale.so"
+            path.write_bytes(b"first half")
+            time.sleep(0.01)
+            path.write_bytes(b"machine code of " + compiled.name.encode())
+            return path
         def compile_kernel(module, spec, config, arch, **kwargs):
             with open({str(tmp_path / "compilations")!r}, "a") as log:
-                log.write(f"{{os.getpid()}}\\n")
-            time.sleep(0.2)
-            return Compiled()
+                log.write(f"{{spec.n}}\\n")
+            return Compiled(spec)
         stand_in = types.ModuleType("quack_core.jit.compile")
         stand_in.compile_kernel = compile_kernel
         sys.modules["quack_core.jit.compile"] = stand_in
+        cache._export = export
         cache._load = lambda path, symbol: (symbol, path.read_bytes())
+        sizes = list(range(1, 51))
+        random.Random(int(sys.argv[1]) // 4).shuffle(sizes)  # four at a time want the same first
         print("ready", flush=True)
         sys.stdin.readline()
-        print(cache.load({MODULE!r}, ScaleSpec(64), ScaleConfig(), arch.get("sm90")))
+        for n in sizes:
+            found = cache.load({MODULE!r}, ScaleSpec(n), ScaleConfig(), arch.get("sm90"))
+            assert found == (f"scale_n{{n}}", f"machine code of scale_n{{n}}".encode()), found
+        stats = jit_stats()
+        print(stats.compiled, stats.loaded)
     """)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", script, str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(16)
+        for number in range(16)
     ]
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * 16
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    answers = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert answers == ["('scale', b'machine code')"] * 16
+    answers = [process.communicate(timeout=120)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0] * 16
-    assert len((tmp_path / "compilations").read_text().splitlines()) == 1
-    kinds = sorted(path.suffix for path in (tmp_path / "cache" / "kernels").iterdir())
-    assert kinds == [".json", ".lock", ".o"]
+    compiled, loaded = ([int(answer[i]) for answer in answers] for i in (0, 1))
+    assert sum(compiled) == 50
+    assert sum(loaded) == 16 * 50 - 50
+    assert sorted(map(int, (tmp_path / "compilations").read_text().split())) == [*range(1, 51)]
+    left = [path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()]
+    assert (left.count(".json"), left.count(".so")) == (50, 50)
+    assert set(left) == {".json", ".lock", ".so"}
 
 
 def test_edit_while_compiling_KC_06(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
 """Which files a kernel is made of, and that edits under a running process are noticed."""
 
+import ast
 import importlib
 import itertools
+import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +181,66 @@ def test_edit_of_a_module_that_is_not_loaded_is_no_error(tree):
     before = sources.fingerprint([f"{name}.up"])
     (folder / "up.py").write_text("y = 3")
     assert sources.fingerprint([f"{name}.up"]) != before
+
+
+def parsed(text):
+    """The same as the pattern finds, by Python's own parser."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {(0, alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = ("" if alias.name == "*" else alias.name for alias in node.names)
+            found |= {(node.level, node.module or "", name) for name in names}
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import a, b.c as d ,e",
+        "import a; import b",
+        "if x: import a",
+        "try: from a import b\nexcept ImportError: pass",
+        "from a import (b, c as d,\n  e)",
+        "from a import (  # the first (one\n  b,  # comment, with: import q)\n  c)",
+        "from .a import b",
+        "from.import b",
+        "from ... import(a)",
+        "from . a . b import c",
+        "from a import \\\n  b, \\\n  c",
+        "from a import \\\r\n  b\r\nimport c\r\n",
+        "import \\\n a",
+        "from a import *",
+        "def f():\n\timport a\n\tfrom .b import c",
+        "x = '#'; import a",
+        'def f():\n    """Words before an import\n    """\n    from a import b',
+        "'''import (see\n'''\nfrom a import b\nx = ')'",
+        "raise E from e; from a import b",
+        "async def f():\n    yield a\n    from b import c",
+        "import größe",
+    ],
+)
+def test_no_import_statement_is_missed(text):
+    wanted = parsed(text)
+    assert wanted
+    assert wanted <= sources._imports(text.encode())
+
+
+def test_no_import_statement_of_real_packages_is_missed():
+    import quack_core
+
+    folders = [Path(package.__file__).parent for package in (importlib, json, pytest, quack_core)]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    missed = {file: parsed(text) - sources._imports(text) for file in files if (text := read(file))}
+    assert len(missed) > 60
+    assert {file: names for file, names in missed.items() if names} == {}
+
+
+def read(file):
+    text = file.read_bytes()
+    try:
+        text.decode()
+    except UnicodeDecodeError:  # a test of the parser itself
+        return b""
+    return text

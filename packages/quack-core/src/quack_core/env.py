@@ -71,10 +71,23 @@ VARIABLES = (
         "the user's cache folder",
     ),
     Variable(
+        "QUACK_CACHE_MAX_MB",
+        int,
+        2048,
+        "Size that compiled kernels may take on disk, in MiB; those not used for longest go first; "
+        "0 means any size.",
+    ),
+    Variable(
         "QUACK_COMPILE_ARCH",
         str,
         "sm90",
         "Tests only: the architecture that the compile tests compile for.",
+    ),
+    Variable(
+        "QUACK_JIT",
+        str,
+        "allow",
+        "What happens when a kernel has to be compiled: `allow`, `warn` (and compile) or `error`.",
     ),
     Variable(
         "QUACK_LOG",
@@ -105,7 +118,9 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 @overload
 def get(name: Literal["QUACK_REQUIRE_GPU"]) -> bool: ...
 @overload
-def get(name: Literal["QUACK_COMPILE_ARCH"]) -> str: ...
+def get(name: Literal["QUACK_CACHE_MAX_MB"]) -> int: ...
+@overload
+def get(name: Literal["QUACK_COMPILE_ARCH", "QUACK_JIT"]) -> str: ...
 @overload
 def get(
     name: Literal["QUACK_ARCH", "QUACK_CACHE_DIR", "QUACK_LOG", "QUACK_TORCH"],

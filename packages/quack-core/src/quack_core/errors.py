@@ -48,5 +48,9 @@ class CompileError(QuackError, RuntimeError):
     """A kernel could not be compiled."""
 
 
+class JitForbiddenError(QuackError, RuntimeError):
+    """A kernel would have to be compiled where that may not happen."""
+
+
 class StaleSourceError(QuackError, RuntimeError):
     """A module's file changed after it was imported, so a cache key would describe other code."""

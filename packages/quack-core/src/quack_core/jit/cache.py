@@ -1,15 +1,16 @@
 """Compiled kernels, from memory, from disk, or compiled now.
 
 ``load`` is for the first call with a spec: callers keep the function it returns (such as with
-``functools.cache`` on plain values), since making the key reads source files. The DSL is imported
-when there is something to load or to compile.
+``functools.cache`` on plain values), since making the key reads source files. From disk a kernel
+comes as a shared library, which TVM-FFI loads; the DSL is imported to compile.
 """
 
+import contextlib
+import functools
 import os
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,15 @@ from quack_core import log
 from quack_core.arch import Arch
 from quack_core.errors import StaleSourceError
 
-from . import sources, store
-from .keys import Key, key, roots
+from . import library, policy, sources, stats, store
+from .keys import Kernel, Key, key, roots
 from .options import DEFAULT, Options
 
-__all__ = ["Key", "clear_memory", "key", "load"]
+__all__ = ["Kernel", "Key", "clear_memory", "ensure", "key", "load"]
 
 _functions: dict[str, Any] = {}  # digest: function
 _guard = threading.Lock()
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # digest: one at a time
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of `load`, with their key."""
-
-    module: str
-    spec: Any
-    config: Any
-    arch: Arch
-    options: Options
-    key: Key
 
 
 def load(module: str, spec: Any, config: Any, arch: Arch, options: Options = DEFAULT) -> Any:
@@ -52,22 +41,25 @@ def load(module: str, spec: Any, config: Any, arch: Arch, options: Options = DEF
 
     Raises:
         CompileError: the kernel does not compile.
+        JitForbiddenError: it would have to be compiled, and the policy forbids that.
         StaleSourceError: a source file changed after this process imported it.
         TypeError: a field of spec or config is no plain value.
     """
-    request = _Request(
-        module, spec, config, arch, options, key(module, spec, config, arch, options)
-    )
-    digest = request.key.digest
-    function = _functions.get(digest)
-    if function is not None:
-        return function
-    with _guard:
-        held = _locks[digest]
-    with held:
-        if digest not in _functions:
-            _functions[digest] = _find(request)
-        return _functions[digest]
+    kernel = Kernel(module, spec, config, arch, options)
+    return _get(kernel, kernel.key())
+
+
+def ensure(kernel: Kernel) -> bool:
+    """Have a kernel on disk, for other processes; returns whether it was compiled for that.
+
+    Raises:
+        CompileError, StaleSourceError, TypeError: as `load`.
+    """
+    before = stats.jit_stats().compiled
+    name = kernel.key()
+    with _locked(name):
+        _find(kernel, name)
+    return stats.jit_stats().compiled != before
 
 
 def clear_memory() -> None:
@@ -76,37 +68,56 @@ def clear_memory() -> None:
         _functions.clear()
 
 
-def _find(request: _Request) -> Any:
+def _get(kernel: Kernel, name: Key) -> Any:
+    function = _functions.get(name.digest)
+    if function is not None:
+        return function
+    with _locked(name):
+        if name.digest not in _functions:
+            _functions[name.digest] = _find(kernel, name)
+        return _functions[name.digest]
+
+
+def _locked(name: Key) -> threading.Lock:
+    with _guard:
+        return _locks[name.digest]
+
+
+def _find(kernel: Kernel, name: Key) -> Any:
     """From disk, else compiled and stored."""
     place = store.folder()
     if place is None:
-        return _compile(request, None)
-    function = _read(request, place)
+        policy.check(kernel, name)
+        return _compile(kernel, name, None)
+    function = _read(kernel, name, place)
     if function is None:
-        with store.lock(place, request.key):  # another process may have stored it meanwhile
-            function = _read(request, place) or _compile(request, place)
+        policy.check(kernel, name)
+        with store.lock(place, name):  # another process may have stored it meanwhile
+            function = _read(kernel, name, place) or _compile(kernel, name, place)
     return function
 
 
-def _read(request: _Request, place: Path) -> Any:
-    if any(name.startswith("CUTE_DSL_KEEP") for name in os.environ):
+def _read(kernel: Kernel, name: Key, place: Path) -> Any:
+    if any(variable.startswith("CUTE_DSL_KEEP") for variable in os.environ):
         return None  # the DSL was told to write PTX and the like, so it has to compile
     started = time.perf_counter()
-    function = store.read(place, request.key, _load)
+    function = store.read(place, name, _load)
     if function is not None:
-        _report("hit", request, started)
+        seconds = time.perf_counter() - started
+        stats.count(loaded=1, seconds=seconds)
+        _report("hit", kernel, name, seconds)
     return function
 
 
-def _compile(request: _Request, place: Path | None) -> Any:
+def _compile(kernel: Kernel, name: Key, place: Path | None) -> Any:
     """Compile, check that the sources are still those of the key, store, load."""
     from .compile import compile_kernel
 
     started = time.perf_counter()
-    module, spec, config = request.module, request.spec, request.config
-    texts = request.key.record["sources"]
+    module, spec, config = kernel.module, kernel.spec, kernel.config
+    texts = name.record["sources"]
     try:
-        compiled = compile_kernel(module, spec, config, request.arch, options=request.options)
+        compiled = compile_kernel(module, spec, config, kernel.arch, options=kernel.options)
     finally:
         sources.imported(texts)
     if sources.fingerprint(roots(module, spec, config)) != texts:
@@ -116,19 +127,35 @@ def _compile(request: _Request, place: Path | None) -> Any:
     path = None
     if place is not None:
         seconds = time.perf_counter() - started
-        path = store.write(place, request.key, compiled.name, seconds, compiled.export)
-    function = compiled.function if path is None else _load(path, compiled.name)
-    _report("miss", request, started)
-    return function
+        export = functools.partial(_export, compiled)
+        path = store.write(place, name, compiled.name, seconds, export)
+    function = None
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError):  # another process cleared the cache
+            function = _load(path, compiled.name)
+    seconds = time.perf_counter() - started
+    stats.count(compiled=1, seconds=seconds)
+    _report("miss", kernel, name, seconds)
+    return compiled.function if function is None else function
+
+
+def _export(compiled: Any, folder: Path) -> Path:
+    """A shared library in a folder; the object file, if it cannot be linked here."""
+    from . import dsl
+
+    object_file = folder / f"{compiled.name}.o"
+    compiled.export(object_file)
+    return library.link(object_file, compiled.name, dsl.runtime_libraries()) or object_file
 
 
 def _load(path: Path, symbol: str) -> Any:
+    if path.suffix == ".so":
+        return library.load(path, symbol)
     from . import dsl
 
     return dsl.load_function(path, symbol)
 
 
-def _report(result: str, request: _Request, started: float) -> None:
-    seconds = time.perf_counter() - started
-    news = (request.spec.name, request.key.digest[:12], result, seconds)
+def _report(result: str, kernel: Kernel, name: Key, seconds: float) -> None:
+    news = (kernel.name, name.digest[:12], result, seconds)
     log.get("quack.jit").info("%s %s %s in %.3f s", *news)

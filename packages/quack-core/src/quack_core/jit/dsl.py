@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import (
+    find_runtime_libraries,
     load_module,
     make_fake_compact_tensor,
     make_fake_stream,
@@ -33,6 +34,7 @@ __all__ = [
     "make_fake_stream",
     "make_fake_tensor",
     "name_kernel",
+    "runtime_libraries",
     "sym_int",
     "sym_int64",
 ]
@@ -81,3 +83,8 @@ def compile_function(function: Any, args: tuple[Any, ...], options: str) -> Any:
 def load_function(path: Path, name: str) -> Any:
     """The raw TVM-FFI function ``name`` of an exported object file."""
     return getattr(load_module(str(path), enable_tvm_ffi=True), name)
+
+
+def runtime_libraries() -> list[str]:
+    """Paths of the libraries that exported object files call: NVIDIA's runtime and TVM-FFI."""
+    return [str(path) for path in find_runtime_libraries(enable_tvm_ffi=True)]

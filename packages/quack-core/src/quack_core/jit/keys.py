@@ -19,7 +19,7 @@ from quack_core.arch import Arch
 from . import sources, versions
 from .options import DEFAULT, Options
 
-FORMAT = 1
+FORMAT = 2
 """Changes when entries are stored differently."""
 
 COMPILER = "quack_core.jit.compile"
@@ -37,6 +37,34 @@ class Key:
 
     digest: str
     record: dict[str, Any] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as something to compile: the same for the cache, workers and warming up.
+
+    Args:
+        module: full name of the kernel module, with ``build(spec, config)``.
+        spec: what to compute; frozen, plain values, and a ``name``.
+        config: how to compute it; frozen, plain values.
+        arch: what to compile for.
+        options: compile options.
+    """
+
+    module: str
+    spec: Any
+    config: Any
+    arch: Arch
+    options: Options = DEFAULT
+
+    @property
+    def name(self) -> str:
+        """As profilers and logs show it."""
+        return str(self.spec.name)
+
+    def key(self) -> Key:
+        """Its key; see `key`."""
+        return key(self.module, self.spec, self.config, self.arch, self.options)
 
 
 def key(module: str, spec: Any, config: Any, arch: Arch, options: Options = DEFAULT) -> Key:

@@ -1,9 +1,8 @@
-"""Compiled kernels on disk: one object file and one JSON record per entry.
+"""Compiled kernels on disk: one library and one JSON record per entry.
 
-Files are written under a temporary name in the same folder and then renamed, so a reader meets
-whole files only; the record is renamed last and holds the object's checksum. Nothing here raises
-for what the file system does: a place that cannot be used is reported once, and the caller goes on
-without it.
+Files are written in a temporary folder beside them and then renamed, so a reader meets whole files
+only; the record is renamed last and holds the library's checksum. Nothing here raises for what the
+file system does: a place that cannot be used is reported once, and the caller goes on without it.
 """
 
 import contextlib
@@ -12,29 +11,50 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quack_core import env, log
 
+from . import locks
 from .keys import FORMAT, Key
 
-LOCK_SECONDS = 600.0
-"""How long to wait for another process that compiles the same kernel, before doing it too.
-
-A temporary file older than this is of a process that was killed.
-"""
+SUFFIXES = (".so", ".o")
+"""A shared library, or the object file that it could not be linked from."""
 
 _PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MEGABYTE = 1 << 20
 
 _guard = threading.Lock()
 _folders: dict[Path, Path | None] = {}  # wanted place: the folder in use, None if refused
+_unwritable: set[Path] = set()  # folders that are only read from now on
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled kernel on disk.
+
+    Args:
+        digest: its name.
+        size_bytes: of all its files.
+        used: when it was last loaded or written, in seconds since 1970.
+        record: what it is; None if its record is missing, damaged or of another format.
+    """
+
+    digest: str
+    size_bytes: int
+    used: float
+    record: dict[str, Any] | None
 
 
 def folder() -> Path | None:
@@ -48,7 +68,7 @@ def folder() -> Path | None:
         if root not in _folders:
             try:
                 _secure(root, owners=(os.geteuid(), 0))
-                _secure(root / "kernels", owners=(os.geteuid(),))
+                _secure(root / "kernels", owners=(os.geteuid(), 0))
                 _folders[root] = root / "kernels"
             except OSError as error:
                 _give_up(root, error)
@@ -61,77 +81,109 @@ def read(place: Path, key: Key, load: Callable[[Path, str], Any]) -> Any:
     Args:
         place: the folder.
         key: the entry.
-        load: loads a symbol of an object file.
+        load: loads a symbol of a library or object file.
     """
-    record_path, object_path = _paths(place, key)
+    path = _record_path(place, key.digest)
     try:
-        record = json.loads(_own(record_path))
+        record = json.loads(_own(path))
         if record["format"] != FORMAT or record["key"] != key.record:
             raise ValueError("record of another kernel")
-        if hashlib.sha256(_own(object_path)).hexdigest() != record["object_sha256"]:
-            raise ValueError("checksum of the object differs")
-        return load(object_path, record["symbol"])
+        if record["suffix"] not in SUFFIXES:
+            raise ValueError(f"files of kind {record['suffix']!r} are unknown")
+        code = place / f"{key.digest}{record['suffix']}"
+        if hashlib.sha256(_own(code)).hexdigest() != record["sha256"]:
+            raise ValueError("checksum differs")
+        function = load(code, record["symbol"])
     except FileNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001 - whatever is wrong, compiling again repairs it
         _log().info("entry %s cannot be used (%s): compiling again", key.digest[:12], error)
         return None
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        os.utime(path)  # the entries that were not used for longest are the first to go
+    return function
 
 
 def write(
-    place: Path, key: Key, symbol: str, seconds: float, export: Callable[[Path], None]
+    place: Path, key: Key, symbol: str, seconds: float, export: Callable[[Path], Path]
 ) -> Path | None:
-    """Store an entry; call it under `lock`. Returns its object file, None if it was not stored.
+    """Store an entry; call it under `lock`. Returns its library, None if it was not stored.
 
     Args:
         place: the folder.
         key: the entry.
-        symbol: name of the function in the object.
+        symbol: name of the function in the library.
         seconds: how long compiling took.
-        export: writes the object to a path.
+        export: writes a file into an empty folder and returns its path, with one of `SUFFIXES`.
     """
-    record_path, object_path = _paths(place, key)
+    if place in _unwritable:
+        return None
     try:
         _tidy(place, key)
-        with _temporary(place, key, ".o") as path:
-            export(path)
-            checksum = hashlib.sha256(path.read_bytes()).hexdigest()
-            os.replace(path, object_path)
-        record = {
-            "format": FORMAT,
-            "key": key.record,
-            "symbol": symbol,
-            "object_sha256": checksum,
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "compile_seconds": round(seconds, 3),
-        }
-        with _temporary(place, key, ".json") as path:
-            path.write_text(json.dumps(record, indent=1, sort_keys=True))
-            os.replace(path, record_path)
+        with _temporary(place, key) as folder:
+            made = export(folder)
+            os.chmod(made, 0o600)
+            code = place / f"{key.digest}{made.suffix}"
+            record = {
+                "format": FORMAT,
+                "key": key.record,
+                "symbol": symbol,
+                "suffix": made.suffix,
+                "sha256": hashlib.sha256(made.read_bytes()).hexdigest(),
+                "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "compile_seconds": round(seconds, 3),
+            }
+            text = folder / "record.json"
+            text.write_text(json.dumps(record, indent=1, sort_keys=True))
+            os.chmod(text, 0o600)
+            os.replace(made, code)
+            os.replace(text, _record_path(place, key.digest))
+        _evict(place, key.digest)
     except OSError as error:
-        with _guard:
-            _give_up(place.parent, error)
+        _only_read(place, error)
         return None
     except Exception as error:  # noqa: BLE001 - the kernel works without its entry
         _log().warning("%s was not stored: %s: %s", symbol, type(error).__name__, error)
         return None
-    return object_path
+    return code
 
 
-@contextlib.contextmanager
-def lock(place: Path, key: Key) -> Iterator[None]:
-    """Hold an entry against other processes; where locks do not work, go on without."""
-    import filelock
+def lock(place: Path, key: Key) -> AbstractContextManager[None]:
+    """Hold an entry against other processes; where nothing can be written, there is no lock."""
+    return contextlib.nullcontext() if place in _unwritable else locks.held(place, key.digest)
 
-    held = filelock.FileLock(place / f"{key.digest}.lock", timeout=LOCK_SECONDS, mode=0o600)
-    try:
-        held.acquire()
-    except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError
-        _log().info("no lock for %s (%s): going on without", key.digest[:12], error)
-    try:
-        yield
-    finally:
-        held.release()
+
+def entries(place: Path) -> list[Entry]:
+    """What a folder holds, the entry that was used last in front."""
+    files: defaultdict[str, list[tuple[Path, os.stat_result]]] = defaultdict(list)
+    for path in place.iterdir():
+        if not path.name.startswith(".") and path.suffix in (".json", *SUFFIXES):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                files[path.stem].append((path, path.stat()))
+    found = []
+    for digest, parts in files.items():
+        size = sum(status.st_size for _, status in parts)
+        used = max(status.st_mtime for _, status in parts)
+        found.append(Entry(digest, size, used, _record(_record_path(place, digest))))
+    return sorted(found, key=lambda entry: entry.used, reverse=True)
+
+
+def damaged(place: Path) -> list[str]:
+    """Digests of entries that no process would load; the next one that needs them compiles anew."""
+    return [entry.digest for entry in entries(place) if not _is_sound(place, entry)]
+
+
+def clear(place: Path) -> tuple[int, int]:
+    """Remove all entries, and what killed writers left. Returns how many, and their bytes.
+
+    Processes that have loaded them keep them; lock files stay, as others may wait for them.
+    """
+    present = entries(place)
+    for entry in present:
+        _remove(place, entry.digest)
+    for leftover in place.glob(".*-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return len(present), sum(entry.size_bytes for entry in present)
 
 
 def _log() -> logging.Logger:
@@ -142,6 +194,7 @@ def forget_folders() -> None:
     """Check folders, and warn about them, anew; for tests."""
     with _guard:
         _folders.clear()
+        _unwritable.clear()
 
 
 def _root() -> Path:
@@ -180,45 +233,94 @@ def _secure(path: Path, owners: tuple[int, ...]) -> None:
         os.chmod(path, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
 
 
-def _paths(place: Path, key: Key) -> tuple[Path, Path]:
-    return place / f"{key.digest}.json", place / f"{key.digest}.o"
+def _record_path(place: Path, digest: str) -> Path:
+    return place / f"{digest}.json"
 
 
 def _own(path: Path) -> bytes:
-    """Content of a file of ours that nobody else can write."""
+    """Content of a file of ours, or of the system's, that nobody else can write."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(f"{path} belongs to user {status.st_uid}")
+        if status.st_mode & _OTHERS_WRITE:
             raise PermissionError(f"{path} can be written by others")
         return file.read()
 
 
+def _record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_bytes())
+        return record if record["format"] == FORMAT else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _is_sound(place: Path, entry: Entry) -> bool:
+    try:
+        record = entry.record or {}
+        code = place / f"{entry.digest}{record['suffix']}"
+        return bool(hashlib.sha256(_own(code)).hexdigest() == record["sha256"])
+    except (OSError, KeyError):
+        return False
+
+
+def _remove(place: Path, digest: str) -> None:
+    for suffix in (".json", *SUFFIXES):  # the record first: no reader meets half an entry
+        with contextlib.suppress(OSError):
+            (place / f"{digest}{suffix}").unlink()
+
+
+def _evict(place: Path, keep: str) -> None:
+    """Remove what was not used for longest until the rest fits; ``keep`` was just written."""
+    limit = env.get("QUACK_CACHE_MAX_MB") * _MEGABYTE
+    present = entries(place)
+    total = sum(entry.size_bytes for entry in present)
+    if not 0 < limit < total:
+        return
+    gone = 0
+    for entry in reversed(present):
+        if total > limit and entry.digest != keep:
+            _remove(place, entry.digest)
+            total -= entry.size_bytes
+            gone += 1
+    _log().info("cache above %d MB: removed %d entries", limit // _MEGABYTE, gone)
+
+
 def _tidy(place: Path, key: Key) -> None:
-    """Remove old temporary files; where locks do not work, a young one may be another writer's."""
+    """Remove what killed writers left; where locks do not work, what is young may be in use."""
     for leftover in place.glob(f".{key.digest}-*"):
         with contextlib.suppress(FileNotFoundError):  # its writer was quicker
-            if time.time() - leftover.stat().st_mtime > LOCK_SECONDS:
-                leftover.unlink()
+            if time.time() - leftover.stat().st_mtime > locks.LOCK_SECONDS:
+                shutil.rmtree(leftover)
 
 
 @contextlib.contextmanager
-def _temporary(place: Path, key: Key, suffix: str) -> Iterator[Path]:
-    """A new file, mode 0600, that is gone afterwards unless it was renamed."""
-    handle, name = tempfile.mkstemp(prefix=f".{key.digest}-", suffix=suffix, dir=place)
-    os.close(handle)
-    try:
+def _temporary(place: Path, key: Key) -> Iterator[Path]:
+    """A new folder, mode 0700, that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix=f".{key.digest}-", dir=place) as name:
         yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
+
+
+def _only_read(place: Path, error: OSError) -> None:
+    """Write nothing more, and say so once; what is there already is still good."""
+    with _guard:
+        if place not in _unwritable:
+            _unwritable.add(place)
+            _log().warning(
+                "newly compiled kernels are not kept on disk: %s (%s). Every process compiles "
+                "them again; make room, or set QUACK_CACHE_DIR to a folder of your own",
+                place,
+                error,
+            )
 
 
 def _give_up(root: Path, error: OSError) -> None:
     """Use no disk from now on; the caller holds the guard, so there is one warning per place."""
-    if _folders.get(root, root) is not None:
-        _log().warning(
-            "compiled kernels are not kept on disk: %s (%s). Every process compiles again; set "
-            "QUACK_CACHE_DIR to a folder of your own",
-            root,
-            error,
-        )
+    _log().warning(
+        "compiled kernels are not kept on disk: %s (%s). Every process compiles again; set "
+        "QUACK_CACHE_DIR to a folder of your own",
+        root,
+        error,
+    )
     _folders[root] = None
