@@ -14,8 +14,10 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from quack_core import driver, torch_workspace
-from quack_core.errors import DeviceError
+from quack_core import arch, driver, torch_workspace
+from quack_core.errors import DeviceError, JitForbiddenError
+from quack_core.jit import policy
+from quack_core.jit.keys import Kernel, Key
 
 
 class Mode(IntEnum):
@@ -293,3 +295,22 @@ def test_counters_do_not_remember_inference_mode(fake: FakeDriver) -> None:
     with torch.inference_mode():
         state = torch_workspace.counters(0, 2)
     assert not state.is_inference()
+
+
+@pytest.mark.parametrize("captures", [{}, {8: 5}, {7: 5}], ids=["eager", "another", "captured"])
+def test_compiling_is_refused_while_this_stream_records(
+    fake: FakeDriver, captures: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the capture is lost: nothing of the driver was asked for, and its mode is back."""
+    monkeypatch.delenv("QUACK_JIT", raising=False)
+    fake.captures = captures
+    kernel = Kernel("module", SimpleNamespace(name="rmsnorm"), None, arch.get("sm90"))
+    with torch_workspace.relaxed_capture():
+        assert fake.mode is Mode.CU_STREAM_CAPTURE_MODE_RELAXED  # loading from disk is allowed
+        if captures == {7: 5}:
+            with pytest.raises(JitForbiddenError, match="CUDA graph is being captured"):
+                policy.check(kernel, Key("0" * 64, {}))
+        else:
+            policy.check(kernel, Key("0" * 64, {}))
+    assert fake.mode is Mode.GLOBAL
+    policy.check(kernel, Key("0" * 64, {}))

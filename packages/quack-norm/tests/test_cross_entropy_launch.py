@@ -263,7 +263,7 @@ def test_logits_in_rows_are_not_copied(kernels: Kernels) -> None:
         (random((2, 4, 3, 40), BF16, seed=1)[:, :3].movedim(-1, 1), 3),
         (random((2, 3, 4, 50), BF16, seed=1)[..., :40].movedim(-1, 1), 2),
     ):
-        packed = launch._as_rows(x)
+        packed = launch.as_rows(x)
         assert packed.data_ptr() == x.data_ptr() and packed.dim() == rank
         target = torch.zeros(x.shape[:1] + x.shape[2:], dtype=torch.int64)
         dx = launch.forward(x, target, None, *Options().all(), True, True)[5]

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rmsnorm_oracle import BF16, F32
 from torch import Tensor
 
 from quack_core import driver, torch_workspace
+from quack_core.errors import JitForbiddenError
 from quack_core.jit import cache
 from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import random
@@ -194,10 +196,8 @@ def test_kl_04_capture_and_replay_with_new_data(n: int, cold: bool) -> None:
     x, w, dout = problem(n)
     right = step(x, w, dout)
     torch.cuda.synchronize()
-    if cold:  # as in a process that never called the operator
-        launch._forward.clear()
-        launch._backward.clear()
-        cache.clear_memory()
+    if cold:
+        forget()
     graph, results = capture((x, w, dout))
     graph.replay()
     assert_same(results, right)
@@ -208,6 +208,40 @@ def test_kl_04_capture_and_replay_with_new_data(n: int, cold: bool) -> None:
             target.copy_(source)
     graph.replay()
     assert_same(results, expected)
+
+
+def forget() -> None:
+    """As in a process that never called the operator."""
+    launch._forward.clear()
+    launch._backward.clear()
+    cache.clear_memory()
+
+
+def test_a_cold_call_raises_before_the_capture_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = problem(4096)
+    right = step(*data)
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))  # nothing is on disk either
+    forget()
+    x, w, _ = (t.detach() for t in data)
+    graph, refused = torch.cuda.CUDAGraph(), None
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        try:
+            rmsnorm(x, w)
+        except JitForbiddenError as error:
+            refused = error
+        z = y + 1
+    assert "CUDA graph is being captured" in str(refused)
+    graph.replay()  # what was captured besides is whole
+    torch.cuda.synchronize()
+    assert_bitwise(z, x + 1 + 1, "z")
+    step(*data)  # as the message says
+    graph, results = capture(data)
+    graph.replay()
+    assert_same(results, right)
 
 
 def test_kl_04_memory_returns_with_the_graph() -> None:

@@ -36,7 +36,10 @@ from torch import Tensor
 
 from quack_core import driver
 from quack_core.errors import DeviceError
+from quack_core.jit import policy
 
+CAPTURING = "a CUDA graph is being captured, which would stall for seconds"
+"""Why no kernel is compiled then."""
 LINE = 32
 """Integers of 128 bytes: what different owners count in lies in different lines of the cache."""
 PER_THREAD = 2
@@ -96,13 +99,17 @@ def counters(device: int, count: int) -> Tensor:
 def relaxed_capture() -> Iterator[None]:
     """Let this thread load modules and allocate while a graph is recorded, by it or another.
 
-    The strict modes of capture forbid both. Nothing of it is recorded.
+    The strict modes of capture forbid both. Nothing of it is recorded. Where this stream is the one
+    that records, a kernel that would have to be compiled raises JitForbiddenError instead, before
+    anything of the capture is lost.
     """
     cuda = driver.load()
+    recording = _is_capturing is not None and _is_capturing()
     relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = driver.call(cuda.cuThreadExchangeStreamCaptureMode, relaxed)
     try:
-        yield
+        with policy.forbidden(CAPTURING) if recording else contextlib.nullcontext():
+            yield
     finally:
         driver.call(cuda.cuThreadExchangeStreamCaptureMode, before)
 

@@ -1,7 +1,7 @@
 """What happens when a kernel has to be compiled: nothing special, a warning, an error, or a wait.
 
-Policies hold for the whole process: torch runs backward passes in threads of its own. Loading a
-kernel from disk is never against a policy.
+`jit_policy` holds for the whole process, as torch runs backward passes in threads of its own. Loading
+a kernel from disk is never against a policy.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ Mode = Literal["allow", "warn", "error"]
 OnMiss = Callable[[Kernel, Key], None]
 """Called before a kernel is compiled; what it raises, the caller of the operator gets."""
 
-_entered: list[OnMiss] = []
+_entered: list[tuple[int | None, OnMiss]] = []  # the thread that it is for, None for all
 _lock = threading.Lock()
 
 
@@ -44,7 +44,7 @@ def jit_policy(mode: Mode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forbidden(why: str) -> Iterator[None]:
-    """Inside, compiling a kernel raises JitForbiddenError.
+    """Inside, compiling a kernel on this thread raises JitForbiddenError.
 
     Args:
         why: what is going on, such as ``"a CUDA graph is being captured"``.
@@ -53,20 +53,21 @@ def forbidden(why: str) -> Iterator[None]:
     def refuse(kernel: Kernel, key: Key) -> None:
         raise _error(kernel, key, why)
 
-    with during(refuse):
+    with during(refuse, threading.get_ident()):
         yield
 
 
 @contextlib.contextmanager
-def during(on_miss: OnMiss) -> Iterator[None]:
-    """Inside, ``on_miss`` is called before a kernel is compiled."""
+def during(on_miss: OnMiss, thread: int | None = None) -> Iterator[None]:
+    """Inside, ``on_miss`` is called before a kernel is compiled, by ``thread`` if it names one."""
+    entry = (thread, on_miss)
     with _lock:
-        _entered.append(on_miss)
+        _entered.append(entry)
     try:
         yield
     finally:
         with _lock:  # threads may leave in another order than they entered
-            last = len(_entered) - 1 - _entered[::-1].index(on_miss)
+            last = len(_entered) - 1 - _entered[::-1].index(entry)
             del _entered[last]
 
 
@@ -77,8 +78,10 @@ def check(kernel: Kernel, key: Key) -> None:
         JitForbiddenError: it may not be compiled.
         ValueError: ``QUACK_JIT`` is no policy.
     """
-    entered = _entered[-1:]
-    on_miss = entered[0] if entered else _on_miss(env.get("QUACK_JIT"), "QUACK_JIT")
+    mine = (None, threading.get_ident())
+    with _lock:
+        entered = [on_miss for thread, on_miss in _entered if thread in mine]
+    on_miss = entered[-1] if entered else _on_miss(env.get("QUACK_JIT"), "QUACK_JIT")
     on_miss(kernel, key)
 
 

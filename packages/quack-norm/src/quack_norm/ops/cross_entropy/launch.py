@@ -55,8 +55,8 @@ def forward(
     options = (ignore_index, reduction, label_smoothing, softcap, z_loss)
     if input.numel() == 0:  # torch's own kernels know what to do with nothing
         results = reference.forward(input, target, weight, *options)
-        return *results, torch.empty_like(_as_rows(input)) if want_dx else None
-    packed = _as_rows(input)
+        return *results, torch.empty_like(as_rows(input)) if want_dx else None
+    packed = as_rows(input)
     dx = _gradient(packed, inplace or not _shares(packed, input)) if want_dx else None
     flags = (label_smoothing > 0, softcap is not None, z_loss > 0)
     weight_dtype = None if weight is None else weight.dtype
@@ -64,18 +64,7 @@ def forward(
     key = (*kind, reduction, want_dx, *flags, input.get_device())
     launch = _launchers.get(key)
     if launch is None:
-        spec = CrossEntropyFwdSpec(
-            n=packed.shape[-1],
-            x=torch_op.dtype_name(packed.dtype),
-            target=_integers(target),
-            weight=None if weight is None else torch_op.dtype_name(weight.dtype),
-            dx=want_dx,
-            reduction=reduction,
-            smoothing=flags[0],
-            softcap=flags[1],
-            z_loss=flags[2],
-            rank=packed.dim(),
-        )
+        spec = forward_spec(packed, target, weight, reduction, *flags, want_dx)
         launch = _launchers[key] = _forward_launcher(spec, input.get_device())
     # In their final shapes: a view could not be changed in place where autograd records it.
     lse = torch.empty(target.shape, dtype=torch.float32, device=input.device)
@@ -123,7 +112,7 @@ def backward(
     """As `reference.backward`, on CUDA tensors; ``inplace`` and a ``total`` of None as in `forward`."""
     if input.numel() == 0:
         return torch.zeros_like(input, memory_format=torch.contiguous_format)
-    packed, count = _as_rows(input), target.numel()
+    packed, count = as_rows(input), target.numel()
     dx = _gradient(packed, inplace or not _shares(packed, input))
     flags = (label_smoothing > 0, softcap is not None, z_loss > 0)
     weight_dtype = None if weight is None else weight.dtype
@@ -131,17 +120,7 @@ def backward(
     key = (*kind, dloss.dtype, *flags, input.get_device())
     launch = _launchers.get(key)
     if launch is None:
-        spec = CrossEntropyBwdSpec(
-            n=packed.shape[-1],
-            x=torch_op.dtype_name(packed.dtype),
-            target=_integers(target),
-            dloss=torch_op.dtype_name(dloss.dtype),
-            weight=None if weight is None else torch_op.dtype_name(weight.dtype),
-            smoothing=flags[0],
-            softcap=flags[1],
-            z_loss=flags[2],
-            rank=packed.dim(),
-        )
+        spec = backward_spec(dloss.dtype, packed, target, weight, *flags)
         launch = _launchers[key] = _backward_launcher(spec, input.get_device())
     if total is None:
         total = torch.ones(1, dtype=torch.float32, device=input.device)
@@ -157,6 +136,68 @@ def backward(
         *_numbers(ignore_index, label_smoothing, softcap, z_loss),
     )
     return as_input(dx, input.shape)
+
+
+def forward_spec(
+    packed: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    smoothing: bool,
+    softcap: bool,
+    z_loss: bool,
+    want_dx: bool,
+) -> CrossEntropyFwdSpec:
+    """The spec of the forward, fully aligned; operands give dtypes and shapes only.
+
+    Args:
+        packed: the logits as rows.
+    """
+    return CrossEntropyFwdSpec(
+        n=packed.shape[-1],
+        x=torch_op.dtype_name(packed.dtype),
+        target=_integers(target),
+        weight=None if weight is None else torch_op.dtype_name(weight.dtype),
+        dx=want_dx,
+        reduction=reduction,
+        smoothing=smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        rank=packed.dim(),
+    )
+
+
+def backward_spec(
+    dloss_dtype: torch.dtype,
+    packed: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    smoothing: bool,
+    softcap: bool,
+    z_loss: bool,
+) -> CrossEntropyBwdSpec:
+    """The spec of the backward; see `forward_spec`."""
+    return CrossEntropyBwdSpec(
+        n=packed.shape[-1],
+        x=torch_op.dtype_name(packed.dtype),
+        target=_integers(target),
+        dloss=torch_op.dtype_name(dloss_dtype),
+        weight=None if weight is None else torch_op.dtype_name(weight.dtype),
+        smoothing=smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        rank=packed.dim(),
+    )
+
+
+def plain(spec: Any) -> Any:
+    """For operands that are contiguous from a multiple of 16 bytes on."""
+    return replace(spec, align=row_align(spec.n, spec.x), in_phase=True)
+
+
+def rescale_spec(dx_dtype: torch.dtype, factor_dtype: torch.dtype) -> RescaleSpec:
+    """The spec of `rescale`."""
+    return RescaleSpec(torch_op.dtype_name(dx_dtype), torch_op.dtype_name(factor_dtype))
 
 
 def rescale(dx: Tensor, factor: Tensor) -> None:
@@ -175,7 +216,7 @@ def rescale(dx: Tensor, factor: Tensor) -> None:
     key = (dx.dtype, factor.dtype, dx.get_device())
     launch = _launchers.get(key)
     if launch is None:
-        spec = RescaleSpec(torch_op.dtype_name(dx.dtype), torch_op.dtype_name(factor.dtype))
+        spec = rescale_spec(dx.dtype, factor.dtype)
         with torch_workspace.relaxed_capture():
             function = _kernel(spec, rules.default_rescale, dx.get_device())
         launch = _launchers[key] = on_device(function, dx.get_device())
@@ -189,7 +230,7 @@ def as_input(dx: Tensor, shape: torch.Size) -> Tensor:
     return dx.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
 
-def _as_rows(input: Tensor) -> Tensor:
+def as_rows(input: Tensor) -> Tensor:
     """``(M, C)`` or ``(M1, M0, C)``: a view if its strides allow it, otherwise one copy."""
     if input.dim() == 2:
         return input if rows.is_rows(input) else input.contiguous()

@@ -38,10 +38,7 @@ def normalise(
     if residual_dtype is not None:
         name = check.name_of(centred)
         torch_op.check_dtype(name, "residual_dtype", residual_dtype)  # even where it has no use
-    if not prenorm and (residual is None or not record):
-        residual_dtype = None
-    elif residual_dtype is None:
-        residual_dtype = x.dtype if residual is None else residual.dtype
+    residual_dtype = stored_dtype(x, residual, prenorm, residual_dtype, record)
     if out is not None:
         name = check.name_of(centred)
         check.output(out, out_dtype, x, weight, bias, residual, direct, name)
@@ -78,6 +75,23 @@ def normalise(
         rstd = rstd[..., :2]
     extra = (h if prenorm else None, rstd if return_rstd else None)
     return (result, *(tensor for tensor in extra if tensor is not None))
+
+
+def stored_dtype(
+    x: Tensor,
+    residual: Tensor | None,
+    prenorm: bool,
+    residual_dtype: torch.dtype | None,
+    record: bool,
+) -> torch.dtype | None:
+    """In which dtype a call keeps h; None: it does not.
+
+    Args:
+        record: whether gradients are recorded.
+    """
+    if not prenorm and (residual is None or not record):
+        return None
+    return residual_dtype or (x.dtype if residual is None else residual.dtype)
 
 
 def _dispatched(

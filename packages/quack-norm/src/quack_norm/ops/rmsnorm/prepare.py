@@ -23,6 +23,80 @@ from . import rules
 from .spec import RMSNormBwdSpec, RMSNormFwdSpec, full_vector
 
 
+def forward_spec(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+    want_rstd: bool,
+    centred: bool,
+) -> RMSNormFwdSpec:
+    """The spec of the forward, fully aligned; operands give dtypes and shapes only."""
+    parameter = bias if weight is None else weight
+    return RMSNormFwdSpec(
+        n=x.shape[-1],
+        x=torch_op.dtype_name(x.dtype),
+        out=torch_op.dtype_name(out_dtype or x.dtype),
+        weight=_name(_dtype(weight)),
+        bias=_name(_dtype(bias)),
+        residual=_name(_dtype(residual)),
+        residual_out=_name(residual_dtype),
+        rstd=want_rstd,
+        centred=centred,
+        offset=weight is not None and weight_offset != 0,
+        per_head=parameter is not None and parameter.dim() == 2,
+        rank=x.dim(),
+    )
+
+
+def plain_forward(spec: RMSNormFwdSpec) -> RMSNormFwdSpec:
+    """For operands that are contiguous from a multiple of 16 bytes on."""
+    align = row_align(spec.n, spec.x, spec.out, spec.residual, spec.residual_out)
+    weights = row_align(spec.n, spec.weight, spec.bias) if spec.per_head else ALIGN
+    return replace(spec, align=align, weight_align=weights, in_phase=True)
+
+
+def backward_spec(
+    h: Tensor,
+    weight: Tensor | None,
+    dout: Tensor,
+    dresidual_out: Tensor | None,
+    weight_offset: float,
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    dweight: bool,
+    dbias_dtype: torch.dtype | None,
+    per_head: bool,
+    centred: bool,
+) -> RMSNormBwdSpec:
+    """The spec of the backward, fully aligned; operands give dtypes and shapes only."""
+    return RMSNormBwdSpec(
+        n=h.shape[-1],
+        x=torch_op.dtype_name(h.dtype),
+        dout=torch_op.dtype_name(dout.dtype),
+        dx=torch_op.dtype_name(dx_dtype),
+        weight=_name(_dtype(weight)),
+        dweight=dweight,
+        dbias=_name(dbias_dtype),
+        dresidual_out=_name(_dtype(dresidual_out)),
+        dresidual=_name(dresidual_dtype),
+        offset=weight is not None and weight_offset != 0,
+        per_head=per_head,
+        rank=h.dim(),
+        centred=centred,
+    )
+
+
+def plain_backward(spec: RMSNormBwdSpec) -> RMSNormBwdSpec:
+    """As `plain_forward`."""
+    align = row_align(spec.n, spec.x, spec.dout, spec.dx, spec.dresidual_out, spec.dresidual)
+    weights = row_align(spec.n, spec.weight, spec.dbias) if spec.per_head else ALIGN
+    return replace(spec, align=align, weight_align=weights)
+
+
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -46,25 +120,12 @@ def forward(
         ``launch(x, weight, bias, residual, out, residual_out, rstd, None, eps, offset, rows)``: the
         kernel itself, or a function that first finds the kernel, its state or its groups.
     """
-    parameter = bias if weight is None else weight
-    spec = RMSNormFwdSpec(
-        n=x.shape[-1],
-        x=torch_op.dtype_name(x.dtype),
-        out=torch_op.dtype_name(out_dtype or x.dtype),
-        weight=_name(_dtype(weight)),
-        bias=_name(_dtype(bias)),
-        residual=_name(_dtype(residual)),
-        residual_out=_name(residual_dtype),
-        rstd=want_rstd,
-        centred=centred,
-        offset=weight is not None and weight_offset != 0,
-        per_head=parameter is not None and parameter.dim() == 2,
-        rank=x.dim(),
-    )
+    options = (weight_offset, out_dtype, residual_dtype, want_rstd, centred)
+    spec = forward_spec(x, weight, bias, residual, *options)
     device, vector = x.get_device(), spec.full_vector
     whole = spec.n % vector == 0
-    compact = row_align(spec.n, spec.x, spec.out, spec.residual, spec.residual_out)
-    plain = (compact, row_align(spec.n, spec.weight, spec.bias) if spec.per_head else ALIGN, True)
+    contiguous = plain_forward(spec)
+    plain = (contiguous.align, contiguous.weight_align, True)
 
     def kernel(align: int, weight_align: int, in_phase: bool) -> Launcher:
         exact = replace(spec, align=align, weight_align=weight_align, in_phase=in_phase)
@@ -101,27 +162,13 @@ def backward(
         ``launch(h, weight, dout, rstd, dresidual_out, dx, dresidual, dweight, dbias, None, None,
         offset, rows)``: it finds scratch, state and groups first.
     """
-    spec = RMSNormBwdSpec(
-        n=h.shape[-1],
-        x=torch_op.dtype_name(h.dtype),
-        dout=torch_op.dtype_name(dout.dtype),
-        dx=torch_op.dtype_name(dx_dtype),
-        weight=_name(_dtype(weight)),
-        dweight=dweight,
-        dbias=_name(dbias_dtype),
-        dresidual_out=_name(_dtype(dresidual_out)),
-        dresidual=_name(dresidual_dtype),
-        offset=weight is not None and weight_offset != 0,
-        per_head=per_head,
-        rank=h.dim(),
-        centred=centred,
-    )
+    options = (weight_offset, dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head, centred)
+    spec = backward_spec(h, weight, dout, dresidual_out, *options)
     device = h.get_device()
     operands = (spec.x, spec.dout, spec.dx, spec.weight, spec.dbias)
     whole = spec.n % full_vector(*operands, spec.dresidual_out, spec.dresidual) == 0
-    moved = (spec.x, spec.dout, spec.dx, spec.dresidual_out, spec.dresidual)
-    parameters = row_align(spec.n, spec.weight, spec.dbias) if per_head else ALIGN
-    plain = (row_align(spec.n, *moved), parameters)
+    contiguous = plain_backward(spec)
+    plain = (contiguous.align, contiguous.weight_align)
 
     def kernel(align: int, weight_align: int) -> Launcher:
         return _backward_kernel(replace(spec, align=align, weight_align=weight_align), device)

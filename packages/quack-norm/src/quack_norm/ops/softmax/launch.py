@@ -10,6 +10,7 @@ from quack_core import arch, dtypes, torch_op
 from quack_core.errors import UnsupportedError
 from quack_norm.ops import rows
 from quack_norm.ops.row_map import rules
+from quack_norm.ops.row_map.config import RowConfig
 from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, on_device, picker, row_align
 
 from .config import BwdConfig, FwdConfig
@@ -29,14 +30,7 @@ def forward(x: Tensor, log: bool, scale: float, out_dtype: torch.dtype) -> Tenso
     key = (x.shape[-1], len(outer), x.dtype, out_dtype, log, scale != 1.0, x.get_device())
     launch = _launchers.get(key)
     if launch is None:
-        spec = SoftmaxFwdSpec(
-            n=x.shape[-1],
-            x=torch_op.dtype_name(x.dtype),
-            out=torch_op.dtype_name(out_dtype),
-            log=log,
-            scaled=scale != 1.0,
-            rank=len(outer) + 1,
-        )
+        spec = forward_spec(packed, log, scale, out_dtype)
         launch = _launchers[key] = _aligned(spec, x.get_device())
     launch(packed, result, scale, x.numel() // x.shape[-1])
     return out
@@ -53,24 +47,70 @@ def backward(out: Tensor, dout: Tensor, log: bool, scale: float, dx_dtype: torch
     key = (out.shape[-1], len(outer), out.dtype, dout.dtype, dx_dtype, log, scaled, index)
     launch = _launchers.get(key)
     if launch is None:
-        spec = SoftmaxBwdSpec(
-            n=out.shape[-1],
-            out=torch_op.dtype_name(out.dtype),
-            dout=torch_op.dtype_name(dout.dtype),
-            dx=torch_op.dtype_name(dx_dtype),
-            log=log,
-            scaled=scaled,
-            rank=len(outer) + 1,
-        )
+        spec = backward_spec(operands[0], operands[1], log, scale, dx_dtype)
         launch = _launchers[key] = _aligned(spec, index)
     launch(*operands, scale, out.numel() // out.shape[-1])
     return dx
 
 
+def forward_spec(x: Tensor, log: bool, scale: float, out_dtype: torch.dtype) -> SoftmaxFwdSpec:
+    """The spec of the forward, fully aligned; x gives dtype and shape only, and is in rows."""
+    return SoftmaxFwdSpec(
+        n=x.shape[-1],
+        x=torch_op.dtype_name(x.dtype),
+        out=torch_op.dtype_name(out_dtype),
+        log=log,
+        scaled=scale != 1.0,
+        rank=x.dim(),
+    )
+
+
+def backward_spec(
+    out: Tensor, dout: Tensor, log: bool, scale: float, dx_dtype: torch.dtype
+) -> SoftmaxBwdSpec:
+    """The spec of the backward; see `forward_spec`."""
+    return SoftmaxBwdSpec(
+        n=out.shape[-1],
+        out=torch_op.dtype_name(out.dtype),
+        dout=torch_op.dtype_name(dout.dtype),
+        dx=torch_op.dtype_name(dx_dtype),
+        log=log,
+        scaled=scale != 1.0,
+        rank=out.dim(),
+    )
+
+
+def plain(spec: Any) -> Any:
+    """For operands that are contiguous from a multiple of 16 bytes on."""
+    moved = _moved(spec)
+    return replace(spec, align=row_align(spec.n, *moved), in_phase=len(set(moved)) == 1)
+
+
+def choose(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, target: arch.Arch) -> RowConfig:
+    """The configuration of a spec, whatever its alignment.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    kind = FwdConfig if isinstance(spec, SoftmaxFwdSpec) else BwdConfig
+    chosen: RowConfig | None = rules.choose(kind, replace(spec, align=ALIGN), target)
+    if chosen is None:
+        raise UnsupportedError(
+            f"softmax, n={spec.n} on {target.name}",
+            f"a cluster of {target.max_cluster} CTAs cannot hold such a row",
+            "use shorter rows, or call it on the CPU",
+        )
+    return chosen
+
+
+def _moved(spec: SoftmaxFwdSpec | SoftmaxBwdSpec) -> tuple[str, ...]:
+    """Dtypes of the rows that are read and written."""
+    return (spec.x, spec.out) if isinstance(spec, SoftmaxFwdSpec) else (*spec.rows, spec.dx)
+
+
 def _aligned(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
     """A launcher for rows like these, whatever their alignment."""
-    moved = (spec.x, spec.out) if isinstance(spec, SoftmaxFwdSpec) else (*spec.rows, spec.dx)
-    plain, uniform = row_align(spec.n, *moved), len(set(moved)) == 1
+    contiguous, uniform = plain(spec), len(set(_moved(spec))) == 1
     vector = 128 // dtypes.width(spec.x)
 
     def kernel(align: int, in_phase: bool) -> Launcher:
@@ -79,7 +119,7 @@ def _aligned(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
     def alignment(*operands: Any) -> tuple[int, bool]:
         tensors = operands[:-2]
         if rows.are_plain(*tensors):
-            return plain, uniform
+            return contiguous.align, contiguous.in_phase
         align = rows.alignment(*tensors)
         return align, uniform and (align == ALIGN or rows.in_phase(vector, *tensors))
 
@@ -88,15 +128,7 @@ def _aligned(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
 
 def _kernel(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
     """``launch(rows..., scale, number of rows)``"""
-    target = arch.detect(device)
-    kind = FwdConfig if isinstance(spec, SoftmaxFwdSpec) else BwdConfig
-    chosen = rules.choose(kind, replace(spec, align=ALIGN), target)
-    if chosen is None:
-        raise UnsupportedError(
-            f"softmax, n={spec.n} on {target.name}",
-            f"a cluster of {target.max_cluster} CTAs cannot hold such a row",
-            "use shorter rows, or call it on the CPU",
-        )
+    chosen = choose(spec, arch.detect(device))
     pick = picker(spec, chosen, device)
 
     def launch(*operands: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from quack_core import arch, dtypes, torch_op, torch_workspace
 from quack_core.jit import cache
 from quack_norm.ops import rows
-from quack_norm.ops.row_map.launch import Aligned, Launcher, on_device
+from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, on_device, row_align
 
 from .config import SelectConfig, SortConfig, default_bwd, default_fwd
 from .spec import TopKBwdSpec, TopKFwdSpec
@@ -29,8 +29,7 @@ def forward(x: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
     key = (n, k, x.dtype, softmax, len(outer), index)
     launch = _launchers.get(key)
     if launch is None:
-        name = torch_op.dtype_name(x.dtype)
-        spec = TopKFwdSpec(n, k, name, softmax, len(outer) + 1)
+        spec = forward_spec(x, k, softmax, len(outer) + 1)
         launch = _launchers[key] = _forward(spec, index)
     launch(rows.as_rows(x, outer), values.view(-1, k), indices.view(-1, k))
     return values, indices
@@ -48,13 +47,7 @@ def backward(
     key = (n, k, dvalues.dtype, dx_dtype, kind, index)
     launch = _launchers.get(key)
     if launch is None:
-        spec = TopKBwdSpec(
-            n=n,
-            k=k,
-            dvalues=torch_op.dtype_name(dvalues.dtype),
-            dx=torch_op.dtype_name(dx_dtype),
-            values=None if kind is None else torch_op.dtype_name(kind),
-        )
+        spec = backward_spec(n, k, dvalues.dtype, dx_dtype, kind)
         launch = _launchers[key] = _kernel(spec, index)
     launch(
         rows.as_rows(dvalues, (indices.numel() // k,)),
@@ -65,17 +58,50 @@ def backward(
     return dx
 
 
+def forward_spec(x: Tensor, k: int, softmax: bool, rank: int) -> TopKFwdSpec:
+    """The spec of the forward, fully aligned; x gives dtype and N only.
+
+    Args:
+        rank: dimensions of x as rows.
+    """
+    return TopKFwdSpec(x.shape[-1], k, torch_op.dtype_name(x.dtype), softmax, rank)
+
+
+def backward_spec(
+    n: int, k: int, dvalues: torch.dtype, dx: torch.dtype, values: torch.dtype | None
+) -> TopKBwdSpec:
+    """The spec of the backward, from dtypes."""
+    return TopKBwdSpec(
+        n=n,
+        k=k,
+        dvalues=torch_op.dtype_name(dvalues),
+        dx=torch_op.dtype_name(dx),
+        values=None if values is None else torch_op.dtype_name(values),
+    )
+
+
+def plain(spec: TopKFwdSpec) -> TopKFwdSpec:
+    """For operands that are contiguous from a multiple of 16 bytes on."""
+    return _for_alignment(spec, row_align(spec.n, spec.x))
+
+
+def _for_alignment(spec: TopKFwdSpec, found: int) -> TopKFwdSpec:
+    """The spec for rows of an alignment in bytes."""
+    config, element = default_fwd(spec), dtypes.width(spec.x) // 8
+    if isinstance(config, SelectConfig):  # takes rows that begin anywhere
+        return replace(spec, align=element)
+    # groups are read in whole vectors of memory: either rows begin with one, or anywhere
+    kept = isinstance(config, SortConfig) or found == ALIGN
+    return replace(spec, align=found if kept else element)
+
+
 def _forward(spec: TopKFwdSpec, device: int) -> Launcher:
     """A launcher for rows like these, whatever their alignment."""
-    element = dtypes.width(spec.x) // 8
-    config = default_fwd(spec)
-    if isinstance(config, SelectConfig):  # takes rows that begin anywhere
-        return _kernel(replace(spec, align=element), device)
+    if isinstance(default_fwd(spec), SelectConfig):
+        return _kernel(_for_alignment(spec, ALIGN), device)
 
     def alignment(x: Tensor, *_: Tensor) -> tuple[int]:
-        found = rows.alignment(x)
-        # groups are read in whole vectors of memory: either rows begin with one, or anywhere
-        return (found if isinstance(config, SortConfig) or found == 16 else element,)
+        return (_for_alignment(spec, rows.alignment(x)).align,)
 
     return Aligned(lambda align: _kernel(replace(spec, align=align), device), alignment)
 
