@@ -100,17 +100,30 @@ class Pool:
                 done(waiting.pop(future), None if error is None else str(error))
 
     @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
+    def deferring(self, notify: "Callable[[Future[None]], None] | None" = None) -> Iterator[None]:
         """Inside, a call whose kernel has to be compiled raises Deferred, and a worker compiles it.
 
         Without a cache on disk, and for what workers failed at, the call compiles as usual.
+
+        Args:
+            notify: called before Deferred is raised, with what it holds, on the thread of the call.
         """
-        with policy.during(self._on_miss):
+
+        def on_miss(kernel: Kernel, key: Key) -> None:
+            try:
+                self._on_miss(kernel, key)
+            except Deferred as deferred:
+                if notify is not None:
+                    notify(deferred.done)
+                raise
+
+        with policy.during(on_miss):
             yield
 
     def wait(self, deferred: Iterable["Future[None]"]) -> None:
         """Return when one of these is done; one that takes too long is done as well."""
-        while not wait(deferred, timeout=0.2, return_when="FIRST_COMPLETED").done:
+        futures = list(deferred)
+        while not wait(futures, timeout=0.2, return_when="FIRST_COMPLETED").done:
             self._give_up_late_ones()
 
     def close(self) -> None:

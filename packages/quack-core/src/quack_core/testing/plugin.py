@@ -8,6 +8,7 @@ asked for, and works where the packages are on PYTHONPATH without being installe
 * ``--device cuda``: tests get ``device == "cuda"``; without a usable GPU nothing runs.
 * ``--record FILE``: write the hardware record of this run (see ``records.py``).
 * ``--check-records``: print which sources changed since their records; never fails a run.
+* ``--async-compile[=N]``: N processes compile kernels while tests run (see ``async_compile.py``).
 """
 
 import collections
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from quack_core import env
-from quack_core.testing import records
+from quack_core.testing import async_compile, records
 
 _recorder = pytest.StashKey["Recorder"]()
 
@@ -44,9 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="print which packages changed since the last run on each architecture",
     )
+    async_compile.add_option(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    async_compile.register(config)
     path = config.getoption("record")
     if config.getoption("device") == "cpu":
         if path:
