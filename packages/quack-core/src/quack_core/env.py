@@ -18,6 +18,7 @@ class Variable:
         default: the value when it is unset or empty; ``None`` if ``shown`` tells what happens then.
         meaning: one sentence.
         shown: how the documentation describes the default, if not by its value.
+        choices: the values that it can have, in lower case; empty if there are others.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Variable:
     default: str | bool | int | None
     meaning: str
     shown: str = ""
+    choices: tuple[str, ...] = ()
 
     def parse(self, text: str) -> str | bool | int | None:
         """The value that ``text`` stands for.
@@ -88,6 +90,7 @@ VARIABLES = (
         str,
         "allow",
         "What happens when a kernel has to be compiled: `allow`, `warn` (and compile) or `error`.",
+        choices=("allow", "warn", "error"),
     ),
     Variable(
         "QUACK_LOG",
@@ -95,6 +98,7 @@ VARIABLES = (
         None,
         "Level of the logger `quack`, written to stderr: `DEBUG`, `INFO`, `WARNING` or `ERROR`.",
         "as the application configures logging",
+        choices=("debug", "info", "warning", "error"),
     ),
     Variable(
         "QUACK_REQUIRE_GPU",

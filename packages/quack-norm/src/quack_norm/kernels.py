@@ -27,6 +27,9 @@ from quack_norm.ops.topk import launch as row_topk
 
 Kernels = tuple[Kernel, ...]
 
+OPERATORS = ("cross_entropy", "layernorm", "log_softmax", "rmsnorm", "softmax", "topk")
+"""What this module lists the kernels of."""
+
 
 def rmsnorm(
     x: Tensor,
@@ -155,6 +158,28 @@ def model_calls(model: Model) -> tuple[dict[str, Any], ...]:
         calls += [{**loss, "grad": grad} for grad in (True, False)]
         calls.append({"op": "softmax", "input": f"{dtype}{logits}"})
     return tuple(calls)
+
+
+def selftest_kernel(arch: Arch) -> Kernel:
+    """A kernel for ``quack doctor`` to compile."""
+    x, weight = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 1024), (1024,)))
+    return rmsnorm(x, weight, arch=arch)[0]
+
+
+def selftest() -> None:
+    """Run RMSNorm on the current GPU and compare it with float64.
+
+    Raises:
+        RuntimeError: the result is wrong.
+    """
+    from quack_norm import rmsnorm as operator
+
+    x = torch.randn(64, 1024, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(1024, dtype=torch.bfloat16, device="cuda")
+    right = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
+    error = ((operator(x, weight).double() - right).norm() / right.norm()).item()
+    if not error < 4e-3:  # a bf16 rounding
+        raise RuntimeError(f"rmsnorm has a relative error of {error:.1e}, at most 4e-3 is right")
 
 
 def _norm(

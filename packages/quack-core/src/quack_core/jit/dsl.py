@@ -39,9 +39,6 @@ __all__ = [
     "sym_int64",
 ]
 
-TESTED = ((4, 8), (4, 8))
-"""First and last minor release of nvidia-cutlass-dsl that the tests ran with."""
-
 SymInt = cute.SymInt
 sym_int = cute.sym_int
 sym_int64 = cute.sym_int64
@@ -52,8 +49,11 @@ def check_version() -> None:
     """Warn, once a process, when the installed DSL lies outside the tested range."""
     text = versions.dsl()
     found = re.match(r"(\d+)\.(\d+)", text)  # 4.10rc1 is of 4.10
-    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) <= TESTED[1]:
-        first, last = (".".join(map(str, bound)) for bound in TESTED)
+    if (
+        found is None
+        or not versions.TESTED[0] <= (int(found[1]), int(found[2])) <= versions.TESTED[1]
+    ):
+        first, last = (".".join(map(str, bound)) for bound in versions.TESTED)
         log.get("quack.jit").warning(
             "nvidia-cutlass-dsl %s is outside the tested range %s to %s; kernels may fail to compile",
             text,

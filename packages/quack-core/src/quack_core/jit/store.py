@@ -48,7 +48,7 @@ class Entry:
         digest: its name.
         size_bytes: of all its files.
         used: when it was last loaded or written, in seconds since 1970.
-        record: what it is; None if its record is missing, damaged or of another format.
+        record: what it is; None if its record is missing or damaged.
     """
 
     digest: str
@@ -67,12 +67,22 @@ def folder() -> Path | None:
     with _guard:
         if root not in _folders:
             try:
-                _secure(root, owners=(os.geteuid(), 0))
-                _secure(root / "kernels", owners=(os.geteuid(), 0))
-                _folders[root] = root / "kernels"
+                _folders[root] = make_folder()
             except OSError as error:
                 _give_up(root, error)
         return _folders[root]
+
+
+def make_folder() -> Path:
+    """The folder, made and checked now; see `folder`.
+
+    Raises:
+        OSError: it cannot be made, or others can change it.
+    """
+    root = _root()
+    for path in (root, root / "kernels"):
+        _secure(path, owners=(os.geteuid(), 0))
+    return root / "kernels"
 
 
 def read(place: Path, key: Key, load: Callable[[Path, str], Any]) -> Any:
@@ -102,6 +112,12 @@ def read(place: Path, key: Key, load: Callable[[Path, str], Any]) -> Any:
     with contextlib.suppress(OSError):  # a cache that can only be read
         os.utime(path)  # the entries that were not used for longest are the first to go
     return function
+
+
+def has(place: Path, key: Key) -> bool:
+    """Whether there is a sound entry; nothing is loaded."""
+    entry = Entry(key.digest, 0, 0.0, _record(_record_path(place, key.digest)))
+    return _is_sound(place, entry) and (entry.record or {}).get("key") == key.record
 
 
 def write(
@@ -170,7 +186,8 @@ def entries(place: Path) -> list[Entry]:
 
 def damaged(place: Path) -> list[str]:
     """Digests of entries that no process would load; the next one that needs them compiles anew."""
-    return [entry.digest for entry in entries(place) if not _is_sound(place, entry)]
+    others = (entry for entry in entries(place) if not _is_of_another_version(entry))
+    return [entry.digest for entry in others if not _is_sound(place, entry)]
 
 
 def clear(place: Path) -> tuple[int, int]:
@@ -251,9 +268,14 @@ def _own(path: Path) -> bytes:
 def _record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_bytes())
-        return record if record["format"] == FORMAT else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError):
         return None
+    return record if isinstance(record, dict) and "format" in record else None
+
+
+def _is_of_another_version(entry: Entry) -> bool:
+    """Whether it was written by a quack-core that stores entries in another way."""
+    return entry.record is not None and entry.record["format"] != FORMAT
 
 
 def _is_sound(place: Path, entry: Entry) -> bool:

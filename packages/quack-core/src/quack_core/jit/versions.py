@@ -10,6 +10,9 @@ import sysconfig
 FLAVOURS = (13, 12)
 """CUDA major versions that the DSL has a toolchain for, newest first."""
 
+TESTED = ((4, 8), (4, 8))
+"""First and last minor release of nvidia-cutlass-dsl that the tests ran with."""
+
 
 def dsl() -> str:
     """Version of nvidia-cutlass-dsl."""
