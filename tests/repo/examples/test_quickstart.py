@@ -95,10 +95,10 @@ def test_new_processes_find_the_kernel(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
     cache.clear_memory()
     assert kernel_code.load_seconds(arches.get("sm90")) > 0
-    [stored] = tmp_path.glob("kernels/*.o")
+    [stored] = tmp_path.glob("kernels/*.so")
     before = stored.stat()
     kernel_code.restart(arches.get("sm90"))
-    assert list(tmp_path.glob("kernels/*.o")) == [stored]
+    assert list(tmp_path.glob("kernels/*.so")) == [stored]
     after = stored.stat()  # whoever compiles again puts another file in its place
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     output = capsys.readouterr().out
