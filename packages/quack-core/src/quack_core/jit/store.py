@@ -16,7 +16,6 @@ import stat
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -171,16 +170,10 @@ def lock(place: Path, key: Key) -> AbstractContextManager[None]:
 
 def entries(place: Path) -> list[Entry]:
     """What a folder holds, the entry that was used last in front."""
-    files: defaultdict[str, list[tuple[Path, os.stat_result]]] = defaultdict(list)
-    for path in place.iterdir():
-        if not path.name.startswith(".") and path.suffix in (".json", *SUFFIXES):
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                files[path.stem].append((path, path.stat()))
-    found = []
-    for digest, parts in files.items():
-        size = sum(status.st_size for _, status in parts)
-        used = max(status.st_mtime for _, status in parts)
-        found.append(Entry(digest, size, used, _record(_record_path(place, digest))))
+    found = [
+        Entry(digest, size, used, _record(_record_path(place, digest)))
+        for digest, (size, used) in _sizes(place).items()
+    ]
     return sorted(found, key=lambda entry: entry.used, reverse=True)
 
 
@@ -293,18 +286,32 @@ def _remove(place: Path, digest: str) -> None:
             (place / f"{digest}{suffix}").unlink()
 
 
+def _sizes(place: Path) -> dict[str, tuple[int, float]]:
+    """Bytes of each entry, and when it was last used."""
+    found: dict[str, tuple[int, float]] = {}
+    with os.scandir(place) as files:
+        for file in files:
+            digest, suffix = os.path.splitext(file.name)
+            if not digest.startswith(".") and suffix in (".json", *SUFFIXES):
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
+                    status = file.stat()
+                    size, used = found.get(digest, (0, 0.0))
+                    found[digest] = size + status.st_size, max(used, status.st_mtime)
+    return found
+
+
 def _evict(place: Path, keep: str) -> None:
     """Remove what was not used for longest until the rest fits; ``keep`` was just written."""
     limit = env.get("QUACK_CACHE_MAX_MB") * _MEGABYTE
-    present = entries(place)
-    total = sum(entry.size_bytes for entry in present)
+    present = _sizes(place)
+    total = sum(size for size, _ in present.values())
     if not 0 < limit < total:
         return
     gone = 0
-    for entry in reversed(present):
-        if total > limit and entry.digest != keep:
-            _remove(place, entry.digest)
-            total -= entry.size_bytes
+    for digest, (size, _) in sorted(present.items(), key=lambda item: item[1][1]):
+        if total > limit and digest != keep:
+            _remove(place, digest)
+            total -= size
             gone += 1
     _log().info("cache above %d MB: removed %d entries", limit // _MEGABYTE, gone)
 
