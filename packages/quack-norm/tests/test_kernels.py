@@ -8,6 +8,7 @@ import torch
 
 import quack_norm
 from quack_core import arch, occupancy, torch_workspace
+from quack_core.cli.warmup import kernels_of
 from quack_core.errors import UnsupportedError
 from quack_core.jit import cache, compile_keys
 from quack_core.jit.keys import Kernel
@@ -176,3 +177,26 @@ def test_calls_of_models_name_operators_with_lists(model):
     calls = kernels.model_calls(model)
     assert {call["op"] for call in calls} == {"rmsnorm", "softmax", "cross_entropy"}
     assert all(callable(getattr(kernels, call["op"])) for call in calls)
+
+
+def test_a_step_of_a_warmed_up_model_loads_nothing_else(loaded):
+    """As `quack warmup --model llama3-8b` lists them; on few rows and on many."""
+    model = MODELS["llama3-8b"]
+    warm = set(kernels_of(kernels.model_calls(model), SM90))
+    for shape in ((40,), (3,), (1,), (2, 20), (1, 40)):
+        x, w = t(*shape, model.hidden, grad=True), t(model.hidden, grad=True)
+        quack_norm.rmsnorm(x, w, eps=1e-5).sum().backward()
+        y, h = quack_norm.rmsnorm(x, w, residual=x * 1, prenorm=True)
+        (y.sum() + h.sum()).backward()
+        with torch.no_grad():
+            quack_norm.rmsnorm(x, w)
+            quack_norm.rmsnorm(x, w, residual=x, prenorm=True)
+    for rows in (3, 40):
+        for dtype in (BF16, F32):
+            logits = t(rows, model.vocab, dtype=dtype, grad=True)
+            quack_norm.cross_entropy(logits, labels(rows)).backward()
+            with torch.no_grad():
+                quack_norm.cross_entropy(logits, labels(rows))
+                quack_norm.softmax(logits)
+    assert len(set(loaded)) >= 12
+    assert set(loaded) - warm == set()
