@@ -154,6 +154,24 @@ def test_workers_that_never_start_are_given_up(monkeypatch):
             caught.value.done.result()
 
 
+def test_many_kernels_do_not_block_on_workers_that_do_not_read(monkeypatch):
+    """However many are wanted, what is sent ahead fits into the pipe."""
+    monkeypatch.setattr(pool, "START_SECONDS", 0.5)
+    with Pool(2, seconds=0.2) as workers:
+        first = workers.submit(kernel(1))
+        os.kill(workers._process.pid, signal.SIGSTOP)
+        others = [workers.submit(kernel(n)) for n in range(2, 400)]
+        workers.wait([first])
+        assert all(future.done() for future in others)
+        assert {str(future.exception()) for future in others} == {"the workers do not answer"}
+        assert len(workers._sent) == len(workers._queue) == 0
+    assert workers._process is None
+
+
+def test_wait_for_nothing_returns():
+    Pool(1).wait([])
+
+
 def test_warm_calls_start_nothing():
     load(kernel())
     cache.clear_memory()
@@ -184,7 +202,7 @@ def test_compile_reports_each_kernel(monkeypatch):
     workers = Pool(2)
     sent = []
 
-    def send(each, future):
+    def send(each, future):  # answers at once, so that nothing is waited for
         sent.append(each.spec.n)
         threading.Timer(
             0.01, pool._resolve, (future, "broken" if each.spec.n == 2 else None)

@@ -88,7 +88,7 @@ def warmup(
         calls = [call for call in calls if call["op"] in wanted]
     kernels = warming.kernels_of(calls, warming.detect(arch))
     with _progress(len(kernels), quiet=as_json) as advance:
-        result = warming.fill(kernels, workers or os.cpu_count() or 1, advance)
+        result = warming.fill(kernels, workers or len(os.sched_getaffinity(0)), advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=1))
     else:

@@ -68,7 +68,10 @@ def is_network(place: Path) -> bool:
 
 
 def _break_if_old(path: Path) -> None:
-    """Remove the soft lock of a process that was killed, perhaps on another machine."""
+    """Remove the soft lock of a process that was killed, perhaps on another machine.
+
+    Two processes that do so at once may both go on: the kernel is compiled twice, no more.
+    """
     with contextlib.suppress(OSError):  # there is none, or another process was quicker
         if time.time() - path.stat().st_mtime > LOCK_SECONDS:
             path.unlink()

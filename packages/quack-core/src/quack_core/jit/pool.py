@@ -9,6 +9,7 @@ worker is waited for longer than ``seconds``.
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Self
@@ -30,6 +32,10 @@ SECONDS = 300.0
 
 START_SECONDS = 60.0
 """What starting takes at most, on a machine with too few cores."""
+
+AHEAD = 4
+"""Jobs that wait at the workers' side, so that none idles. More could fill the pipe to workers that
+do not read it, and sending would block."""
 
 
 class WorkerError(RuntimeError):
@@ -64,7 +70,11 @@ class Pool:
         self.workers, self.seconds = max(1, workers), seconds
         self._lock = threading.Lock()
         self._jobs: dict[str, Future[None]] = {}  # by digest
-        self._pending: list[tuple[Future[None], float]] = []  # by number, and when it was asked for
+        self._queue: deque[tuple[Kernel, Future[None]]] = deque()  # not sent yet
+        self._sent: dict[
+            int, tuple[Future[None], float]
+        ] = {}  # by number, with the time of sending
+        self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -123,7 +133,7 @@ class Pool:
     def wait(self, deferred: Iterable["Future[None]"]) -> None:
         """Return when one of these is done; one that takes too long is done as well."""
         futures = list(deferred)
-        while not wait(futures, timeout=0.2, return_when="FIRST_COMPLETED").done:
+        while futures and not wait(futures, timeout=0.2, return_when="FIRST_COMPLETED").done:
             self._give_up_late_ones()
 
     def close(self) -> None:
@@ -157,18 +167,25 @@ class Pool:
             future = self._jobs.get(key.digest)
             if future is None:
                 future = self._jobs[key.digest] = Future()
-                self._send(kernel, future)
+                self._queue.append((kernel, future))
+                self._send_some()
         return future
+
+    def _send_some(self) -> None:
+        """Keep the workers busy; the caller holds the lock."""
+        while self._queue and len(self._sent) < self.workers + AHEAD:
+            self._send(*self._queue.popleft())
 
     def _send(self, kernel: Kernel, future: "Future[None]") -> None:
         try:
             if self._closed:
                 raise WorkerError("the pool is closed")
+            pickled = pickle.dumps(kernel)
             if self._process is None:
                 self._start(kernel)
-            pickled = pickle.dumps(kernel)
-            self._pending.append((future, time.monotonic()))
-            self._connection.send((len(self._pending) - 1, kernel.module, pickled))
+            number = next(self._numbers)
+            self._sent[number] = future, time.monotonic()
+            self._connection.send((number, kernel.module, pickled))
         except Exception as error:  # noqa: BLE001 - such as a class that cannot be pickled
             _resolve(future, f"{type(error).__name__}: {error}")
 
@@ -200,19 +217,25 @@ class Pool:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, text = connection.recv()
-                _resolve(self._pending[number][0], text)
+                with self._lock:
+                    future, _ = self._sent.pop(number, (None, 0.0))
+                    self._send_some()
+                if future is not None:  # else it was given up
+                    _resolve(future, text)
         self._fail("the workers ended")
         connection.close()
 
     def _give_up_late_ones(self) -> None:
-        """If the process behind the workers is stuck itself, do not wait for it again."""
-        now, slack = time.monotonic(), START_SECONDS
-        rounds = 1 + sum(not future.done() for future, _ in self._pending) // self.workers
-        for future, asked in list(self._pending):
-            if not future.done() and now - asked > slack + rounds * self.seconds:
-                self._fail("the workers do not answer")
-                if self._process is not None:
-                    self._process.kill()
+        """If the process behind the workers is stuck itself, go on without it.
+
+        It answers within the time of a job, or of two for a job that waited for its turn.
+        """
+        with self._lock:
+            oldest = min((sent for _, sent in self._sent.values()), default=None)
+        if oldest is not None and time.monotonic() - oldest > START_SECONDS + 2 * self.seconds:
+            self._fail("the workers do not answer")
+            if self._process is not None:
+                self._process.kill()
 
     def _fail(self, why: str) -> None:
         """Go on without workers, and say so once."""
@@ -223,7 +246,12 @@ class Pool:
         self._finish_all(why)
 
     def _finish_all(self, why: str) -> None:
-        for future, _ in list(self._pending):
+        with self._lock:
+            futures = [future for future, _ in self._sent.values()]
+            futures += [future for _, future in self._queue]
+            self._sent.clear()
+            self._queue.clear()
+        for future in futures:
             _resolve(future, why)
 
 

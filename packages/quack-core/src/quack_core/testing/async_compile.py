@@ -29,7 +29,7 @@ def add_option(group: Any) -> None:
         metavar="N",
         nargs="?",
         type=int,
-        const=os.cpu_count() or 1,
+        const=len(os.sched_getaffinity(0)),
         default=0,
         help="compile kernels in N processes (default: one per core) while other tests run",
     )
