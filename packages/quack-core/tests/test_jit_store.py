@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from quack_core.jit import locks, store
+from quack_core.jit import locks, store, versions
 from quack_core.jit.keys import Key
 
 KEY = Key(hashlib.sha256(b"key").hexdigest(), {"spec": 1})
@@ -393,6 +393,42 @@ def test_without_working_locks(monkeypatch):
     with store.lock(place, KEY):
         put(place)
     assert get(place) == ("kernel", CODE)
+
+
+def test_entry_for_a_newer_processor_is_a_miss(monkeypatch):
+    """A cache that was moved: the DSL compiles host code for the processor at hand."""
+    place = store.folder()
+    monkeypatch.setattr(versions, "cpu_level", lambda: 4)
+    put(place)
+    assert get(place) == ("kernel", CODE)
+    monkeypatch.setattr(versions, "cpu_level", lambda: 3)
+    assert get(place) is None
+    assert not store.has(place, KEY)
+    assert store.damaged(place) == []
+    put(place)
+    monkeypatch.setattr(versions, "cpu_level", lambda: 4)
+    assert get(place) == ("kernel", CODE)  # what the older one runs, the newer one does too
+    assert store.has(place, KEY)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("fpu sse sse2", 1),
+        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", 2),
+        (" ".join(versions.CPU_LEVELS[:2]), 3),
+        (" ".join(versions.CPU_LEVELS[:2]).replace("bmi2", ""), 2),
+        (" ".join(versions.CPU_LEVELS), 4),
+        (" ".join(versions.CPU_LEVELS[::2]), 2),
+    ],
+)
+def test_levels_of_processors(flags, level, monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(versions.platform, "machine", lambda: "x86_64")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\n\nprocessor : 1\n")
+    assert versions.cpu_level.__wrapped__() == level
+    monkeypatch.setattr(versions.platform, "machine", lambda: "aarch64")
+    assert versions.cpu_level.__wrapped__() == 0
 
 
 def numbered(number):

@@ -24,7 +24,7 @@ from typing import Any
 
 from quack_core import env, log
 
-from . import locks
+from . import locks, versions
 from .keys import FORMAT, Key
 
 SUFFIXES = (".so", ".o")
@@ -97,6 +97,8 @@ def read(place: Path, key: Key, load: Callable[[Path, str], Any]) -> Any:
         record = json.loads(_own(path))
         if record["format"] != FORMAT or record["key"] != key.record:
             raise ValueError("record of another kernel")
+        if record["cpu_level"] > versions.cpu_level():
+            raise ValueError("it was compiled on a processor with more instructions")
         if record["suffix"] not in SUFFIXES:
             raise ValueError(f"files of kind {record['suffix']!r} are unknown")
         code = place / f"{key.digest}{record['suffix']}"
@@ -114,9 +116,12 @@ def read(place: Path, key: Key, load: Callable[[Path, str], Any]) -> Any:
 
 
 def has(place: Path, key: Key) -> bool:
-    """Whether there is a sound entry; nothing is loaded."""
+    """Whether there is a sound entry, for this processor; nothing is loaded."""
     entry = Entry(key.digest, 0, 0.0, _record(_record_path(place, key.digest)))
-    return _is_sound(place, entry) and (entry.record or {}).get("key") == key.record
+    if entry.record is None or not _is_sound(place, entry):
+        return False
+    fits = entry.record.get("cpu_level", 0) <= versions.cpu_level()
+    return bool(fits and entry.record.get("key") == key.record)
 
 
 def write(
@@ -144,6 +149,7 @@ def write(
                 "key": key.record,
                 "symbol": symbol,
                 "suffix": made.suffix,
+                "cpu_level": versions.cpu_level(),
                 "sha256": hashlib.sha256(made.read_bytes()).hexdigest(),
                 "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "compile_seconds": round(seconds, 3),

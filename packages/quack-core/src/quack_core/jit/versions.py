@@ -6,9 +6,22 @@ import importlib.metadata
 import platform
 import sys
 import sysconfig
+from pathlib import Path
 
 FLAVOURS = (13, 12)
 """CUDA major versions that the DSL has a toolchain for, newest first."""
+
+CPU_LEVELS = (
+    "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "avx512bw avx512cd avx512dq avx512f avx512vl",
+)
+"""What Linux calls the instructions that the levels 2, 3 and 4 of x86-64 add to the one before.
+
+Source: System V Application Binary Interface, AMD64 supplement, micro-architecture levels.
+"""
+
+_CPUINFO = Path("/proc/cpuinfo")
 
 TESTED = ((4, 8), (4, 8))
 """First and last minor release of nvidia-cutlass-dsl that the tests ran with."""
@@ -47,6 +60,24 @@ def python() -> str:
 def host() -> str:
     """Operating system and CPU architecture: exported objects hold host code."""
     return f"{sys.platform} {platform.machine()}"
+
+
+@functools.cache
+def cpu_level() -> int:
+    """Level of x86-64 that this processor has, 1 to 4; 0 for other architectures or if unknown.
+
+    The DSL compiles the host's part of a kernel for the processor at hand, so that a cache moved to
+    one of a lower level holds instructions that this one lacks.
+    """
+    if platform.machine() != "x86_64":
+        return 0
+    try:
+        with _CPUINFO.open() as lines:  # of hundreds of cores: the first is enough
+            flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    except OSError:
+        return 0
+    missing = (not set(names.split()) <= set(flags) for names in CPU_LEVELS)
+    return 1 + next((level for level, lacks in enumerate(missing) if lacks), len(CPU_LEVELS))
 
 
 @functools.cache
