@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from quack_core import arch, env
+from quack_core import arch, driver, env
 from quack_core.cli import warmup
 from quack_core.cli.entry import main
-from quack_core.errors import UnsupportedError
+from quack_core.errors import DeviceError, UnsupportedError
 from quack_core.jit import cache, operators, pool, store
 from quack_core.jit.keys import Kernel, Key
 from quack_core.jit.models import MODELS
@@ -122,10 +122,16 @@ def test_env(capsys, monkeypatch):
         (["warmup", "--model", "gpt-0"], "model 'gpt-0' is unknown; known: llama3-8b"),
         (["warmup", "--model", "llama3-8b", "--ops", "fft"], "--ops: fft unknown"),
         (["warmup", "--model", "llama3-8b", "--arch", "sm_10"], "architecture 'sm_10' is unknown"),
+        (["warmup", "--model", "llama3-8b"], "say --arch, such as --arch sm_90a: cannot tell"),
         (["cache", "burn"], "No such command 'burn'"),
     ],
 )
-def test_wrong_usage(words, says, capsys):
+def test_wrong_usage(words, says, capsys, monkeypatch):
+    def no_driver():
+        raise DeviceError("no CUDA driver found")
+
+    monkeypatch.delenv("QUACK_ARCH", raising=False)
+    monkeypatch.setattr(driver, "load", no_driver)
     status, out, err = run(capsys, *words)
     assert status in (1, 2)
     assert says in err
@@ -267,6 +273,16 @@ def test_model_and_operators(package, no_workers, capsys):
     (kernel,) = no_workers
     assert (kernel.spec.n, kernel.spec.dtype) == (MODELS["llama3-8b"].hidden, "bfloat16")
     assert json.loads(run(capsys, *words, "--ops", "scale")[1])["present"] == 1
+
+
+def test_operators_that_are_not_called(package, no_workers, tmp_path, capsys, monkeypatch):
+    listing = operators.listing("quack_warm_probe")
+    monkeypatch.setattr(listing, "OPERATORS", ("scale", "shift"))
+    words = ("warmup", "--model", "llama3-8b", "--arch", "sm90", "--ops", "shift")
+    status, _, err = run(capsys, *words)
+    assert status == 2
+    assert "--ops: none of these calls is of shift" in err
+    assert no_workers == []
 
 
 @pytest.mark.parametrize(

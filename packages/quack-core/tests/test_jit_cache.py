@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -165,10 +166,13 @@ def test_fifty_calls_compile_once_KC_07(compilations):
     assert [spec.n for spec in compilations] == [64]
 
 
-def test_sixteen_processes_and_fifty_keys_compile_fifty_times_KC_01(tmp_path):
-    """A stand-in compiler without the DSL: sixteen imports of it would take minutes."""
+def start_processes(tmp_path, count):
+    """Processes that load fifty kernels each, ready to begin.
+
+    A stand-in compiles, without the DSL: sixteen imports of it would take minutes.
+    """
     script = textwrap.dedent(f"""
-        import os, random, sys, time, types
+        import random, sys, time, types
         sys.path.insert(0, {str(PROBE)!r})
         from quack_core import arch
         from quack_core.jit import cache, jit_stats
@@ -209,21 +213,56 @@ def test_sixteen_processes_and_fifty_keys_compile_fifty_times_KC_01(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
-        for number in range(16)
+        for number in range(count)
     ]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 16
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * count
+    return processes
+
+
+def begin(processes):
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
+
+
+def finish(processes):
+    """How many kernels each compiled and loaded."""
     answers = [process.communicate(timeout=120)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 16
-    compiled, loaded = ([int(answer[i]) for answer in answers] for i in (0, 1))
-    assert sum(compiled) == 50
-    assert sum(loaded) == 16 * 50 - 50
-    assert sorted(map(int, (tmp_path / "compilations").read_text().split())) == [*range(1, 51)]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return [(int(compiled), int(loaded)) for compiled, loaded in answers]
+
+
+def test_sixteen_processes_and_fifty_keys_compile_fifty_times_KC_01(tmp_path):
+    processes = start_processes(tmp_path, 16)
+    begin(processes)
+    counts = finish(processes)
+    assert sum(compiled for compiled, _ in counts) == 50
+    assert sum(loaded for _, loaded in counts) == 16 * 50 - 50
+    compiled = map(int, (tmp_path / "compilations").read_text().split())
+    assert sorted(compiled) == [*range(1, 51)]
     left = [path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()]
     assert (left.count(".json"), left.count(".so")) == (50, 50)
     assert set(left) == {".json", ".lock", ".so"}
+
+
+def test_killed_writers_leave_nothing_wrong_KC_02(tmp_path):
+    """Four of eight are killed somewhere between a lock and the last rename."""
+    processes = start_processes(tmp_path, 8)
+    begin(processes)
+    log = tmp_path / "compilations"
+    for killed in processes[::2]:
+        while killed.poll() is None and (not log.exists() or len(log.read_text().split()) < 4):
+            time.sleep(0.001)
+        killed.kill()
+        killed.communicate()
+        log.write_text("")  # count again, for the next one
+    finish(processes[1::2])
+    (last,) = start_processes(tmp_path, 1)
+    begin([last])
+    assert finish([last]) == [(0, 50)]
+    whole = {path.stem for path in (tmp_path / "cache" / "kernels").glob("[0-9a-f]*.so")}
+    assert len(whole) == 50
+    assert store.damaged(tmp_path / "cache" / "kernels") == []
 
 
 def test_edit_while_compiling_KC_06(tmp_path, monkeypatch):

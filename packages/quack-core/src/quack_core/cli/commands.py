@@ -18,7 +18,7 @@ from quack_core import env as variables
 from quack_core.__about__ import __version__
 from quack_core.cli import doctor as examination
 from quack_core.cli import warmup as warming
-from quack_core.errors import QuackError
+from quack_core.errors import DeviceError, QuackError
 from quack_core.jit import store, versions
 from quack_core.jit.keys import Kernel
 from quack_core.jit.models import MODELS
@@ -86,14 +86,20 @@ def warmup(
             known = ", ".join(warming.operator_names())
             raise click.UsageError(f"--ops: {', '.join(sorted(unknown))} unknown; known: {known}")
         calls = [call for call in calls if call["op"] in wanted]
-    kernels = warming.kernels_of(calls, warming.detect(arch))
+        if not calls:
+            raise click.UsageError(f"--ops: none of these calls is of {ops}")
+    try:
+        target = warming.detect(arch)
+    except DeviceError as error:
+        raise click.UsageError(f"say --arch, such as --arch sm_90a: {error}") from error
+    kernels = warming.kernels_of(calls, target)
     with _progress(len(kernels), quiet=as_json) as advance:
         result = warming.fill(kernels, workers or len(os.sched_getaffinity(0)), advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=1))
     else:
-        for name, error in result.failed:
-            click.echo(f"{name}: {error}", err=True)
+        for name, reason in result.failed:
+            click.echo(f"{name}: {reason}", err=True)
         click.echo(
             f"{len(kernels)} kernels in {result.folder} for {versions.flavour()}: "
             f"{result.compiled} compiled, {result.present} there before, "
