@@ -20,6 +20,8 @@ PROBE = Path(__file__).parent / "jit_probe"
 MODULE = "quack_probe.scale"
 SM90 = arch.get("sm90")
 
+pytestmark = pytest.mark.compiles_here
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):

@@ -19,6 +19,8 @@ from quack_core.testing.fake_cuda import fake_cuda, rejection
 PROBE = Path(__file__).parent / "jit_probe"
 MODULE = "quack_probe.scale"
 
+pytestmark = pytest.mark.compiles_here
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):

@@ -12,6 +12,8 @@ from quack_core.jit.keys import Kernel
 
 SM90 = arch.get("sm90")
 
+pytestmark = pytest.mark.compiles_here
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):

@@ -21,6 +21,8 @@ from quack_core.jit.pool import Deferred, Pool, WorkerError
 SM90 = arch.get("sm90")
 PROBE = Path(__file__).parent / "jit_probe"
 
+pytestmark = pytest.mark.compiles_here
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):

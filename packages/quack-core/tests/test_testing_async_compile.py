@@ -97,6 +97,10 @@ def test_worker_fails(op):
 def test_many(op, i):
     op(f"many{i}")
 
+@pytest.mark.compiles_here
+def test_of_compiling_itself(op):
+    op("here")
+
 @pytest.mark.skip(reason="never")
 def test_skipped(op):
     op("never")
@@ -122,7 +126,7 @@ def run(tmp_path, *options, conftest=CONFTEST, tests=TESTS):
 def test_deferred_tests_run_again(xdist, tmp_path):
     done, log = run(tmp_path, *(["-n", "2"] if xdist else []), "--async-compile=6")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    assert "1 failed, 10 passed, 1 skipped" in done.stdout
+    assert "1 failed, 11 passed, 1 skipped" in done.stdout
     assert "ValueError: of its own" in done.stdout
     assert "tests without a result" not in done.stdout
     share = 3 if xdist else 6
@@ -132,19 +136,20 @@ def test_deferred_tests_run_again(xdist, tmp_path):
     if not xdist:  # there, each process asks for itself
         assert len(asked) == len(names)
         assert log.index("asked for many2, 6 workers") < log.index("ran a")  # all others first
+    assert log.count("ran here") == 1
     assert "never" not in " ".join(log)
 
 
 def test_warm_session_asks_for_nothing(tmp_path):
     conftest = CONFTEST.replace("    policy.check(", "    (lambda *_: None)(")
     done, log = run(tmp_path, "--async-compile", conftest=conftest)
-    assert "1 failed, 10 passed, 1 skipped" in done.stdout
+    assert "1 failed, 11 passed, 1 skipped" in done.stdout
     assert [line for line in log if line.startswith("asked")] == []
 
 
 def test_without_the_option_calls_compile(tmp_path):
     done, log = run(tmp_path)
-    assert "1 failed, 10 passed, 1 skipped" in done.stdout
+    assert "1 failed, 11 passed, 1 skipped" in done.stdout
     assert [line for line in log if line.startswith("asked")] == []
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol  # pytest has no public name for it
 
-from quack_core.jit import jit_policy
 from quack_core.jit.pool import Deferred, Pool
 
 MAX_ATTEMPTS = 50
 """A test that asks for new kernels each time compiles them itself in the end."""
+
+MARKER = "compiles_here"
 
 
 def add_option(group: Any) -> None:
@@ -36,7 +37,9 @@ def add_option(group: Any) -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Act on the option."""
+    """Act on the option, and make the marker known."""
+    text = f"{MARKER}: a test of compiling itself, which --async-compile leaves alone"
+    config.addinivalue_line("markers", text)
     processes = config.getoption("async_compile")
     if processes < 0:
         raise pytest.UsageError(f"--async-compile={processes}: must be at least 0")
@@ -77,12 +80,11 @@ class Deferral:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         try:
-            with self.pool.deferring(self._lacking.append):
-                result = yield
-                for item in self._ready(session):
-                    _tell_xdist(session, item)
-                    # Nothing of it is kept for a next test, not even a fixture that was deferred.
-                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            result = yield
+            for item in self._ready(session):
+                _tell_xdist(session, item)
+                # Nothing of it is kept for a next test, not even a fixture that was deferred.
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             return result
         finally:
             self.pool.close()
@@ -91,10 +93,11 @@ class Deferral:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         number = self._attempts[item] = self._attempts.get(item, 0) + 1
         self._lacking.clear()
-        last = number == MAX_ATTEMPTS
-        with jit_policy("allow") if last else contextlib.nullcontext():
+        here = number == MAX_ATTEMPTS or item.get_closest_marker(MARKER) is not None
+        deferring = self.pool.deferring(self._lacking.append)
+        with contextlib.nullcontext() if here else deferring:
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-        if self._lacking and not last:  # whatever came of it
+        if self._lacking and not here:  # whatever came of it
             self.waiting.append(Attempt(item, number, tuple(self._lacking)))
             return True
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
