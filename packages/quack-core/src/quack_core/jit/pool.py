@@ -10,6 +10,7 @@ worker is waited for longer than ``seconds``.
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -71,9 +72,7 @@ class Pool:
         self._lock = threading.Lock()
         self._jobs: dict[str, Future[None]] = {}  # by digest
         self._queue: deque[tuple[Kernel, Future[None]]] = deque()  # not sent yet
-        self._sent: dict[
-            int, tuple[Future[None], float]
-        ] = {}  # by number, with the time of sending
+        self._sent: dict[int, tuple[Future[None], float]] = {}  # by number, with the time
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -98,7 +97,7 @@ class Pool:
         """Compile kernels; returns when all are done or given up.
 
         Args:
-            kernels: those on disk already are done at once.
+            kernels: for those on disk already, a worker only looks.
             done: called with each as it gets ready, and with what went wrong or None.
         """
         waiting = {self.submit(kernel): kernel for kernel in kernels}
@@ -141,9 +140,10 @@ class Pool:
         with self._lock:
             self._closed = True
             process, self._process = self._process, None
+            if process is not None:
+                with contextlib.suppress(OSError):  # they may be gone
+                    self._connection.send(None)
         if process is not None:
-            with contextlib.suppress(OSError):  # they may be gone
-                self._connection.send(None)
             try:
                 process.wait(5)
             except subprocess.TimeoutExpired:
@@ -228,11 +228,12 @@ class Pool:
     def _give_up_late_ones(self) -> None:
         """If the process behind the workers is stuck itself, go on without it.
 
-        It answers within the time of a job, or of two for a job that waited for its turn.
+        It answers within the time of a job, and of those that the job waited for.
         """
+        limit = START_SECONDS + (1 + math.ceil(AHEAD / self.workers)) * self.seconds
         with self._lock:
             oldest = min((sent for _, sent in self._sent.values()), default=None)
-        if oldest is not None and time.monotonic() - oldest > START_SECONDS + 2 * self.seconds:
+        if oldest is not None and time.monotonic() - oldest > limit:
             self._fail("the workers do not answer")
             if self._process is not None:
                 self._process.kill()
