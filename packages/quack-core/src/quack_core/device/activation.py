@@ -1,0 +1,78 @@
+"""Activation functions of one float32 number, for epilogues; the definitions are those of torch."""
+
+import math
+from collections.abc import Callable
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from . import fast_math
+
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+CUBIC = 0.044715
+QUICK = 1.702
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + e ** -x)."""
+    return fast_math.reciprocal(Float32(1.0) + fast_math.exp(-x))
+
+
+def tanh(x: Float32) -> Float32:
+    """To float32's precision but for small arguments, where it has an error of 2e-7."""
+    return Float32(1.0) - Float32(2.0) * fast_math.reciprocal(
+        Float32(1.0) + fast_math.exp(x + x)
+    )
+
+
+def identity(x: Float32) -> Float32:
+    """x"""
+    return x
+
+
+@cute.jit
+def relu(x: Float32) -> Float32:
+    """max(x, 0); NaN stays."""
+    return Float32(0.0) if x < Float32(0.0) else x
+
+
+def relu_sq(x: Float32) -> Float32:
+    """max(x, 0) squared."""
+    y = relu(x)
+    return y * y
+
+
+def silu(x: Float32) -> Float32:
+    """x * sigmoid(x)"""
+    return x * sigmoid(x)
+
+
+def quick_gelu(x: Float32) -> Float32:
+    """x * sigmoid(1.702 x)"""
+    return x * sigmoid(Float32(QUICK) * x)
+
+
+def gelu_tanh(x: Float32) -> Float32:
+    """x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is torch's ``approximate="tanh"``."""
+    inner = x * cute.math.fma(x * x, Float32(CUBIC), Float32(1.0))
+    return x * sigmoid(Float32(2 * SQRT_2_OVER_PI) * inner)
+
+
+def gelu(x: Float32) -> Float32:
+    """x * (1 + erf(x / sqrt 2)) / 2"""
+    half = Float32(0.5) * x
+    return cute.math.fma(half, cute.math.erf(x * Float32(math.sqrt(0.5))), half)
+
+
+FUNCTIONS: dict[str, Callable[[Float32], Float32]] = {
+    "identity": identity,
+    "relu": relu,
+    "relu_sq": relu_sq,
+    "silu": silu,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+}
+"""By name."""

@@ -1,0 +1,186 @@
+"""Parts of A and B on their way to the tensor cores: stages in shared memory, filled by TMA."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from quack_core.device import barrier, tma
+from quack_core.device.barrier import Phase
+
+
+class Ring(NamedTuple):
+    """Stages, each with a part of A and one of B.
+
+    Args:
+        full: an mbarrier per stage, on which its bytes complete.
+        empty: an mbarrier per stage, at which the warps that have read it arrive, those of every CTA
+            whose part of it comes from here.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Cluster(NamedTuple):
+    """Where a CTA is in its cluster.
+
+    Args:
+        row, col: its coordinates; its rank is ``row + rows * col``.
+    """
+
+    row: Int32
+    col: Int32
+
+
+def allocate(smem: cutlass.memory.SmemAllocator, stages: int) -> Ring:
+    """Room for the mbarriers."""
+    return Ring(*(barrier.allocate_mbarriers(smem, stages) for _ in range(2)))
+
+
+@cute.jit
+def init(
+    ring: Ring,
+    stages: cutlass.Constexpr[int],
+    sharers: cutlass.Constexpr[int],
+    warps: cutlass.Constexpr[int],
+    tid: Int32,
+) -> None:
+    """Initialise the mbarriers; the CTA, or the cluster, synchronises before their first use.
+
+    Args:
+        sharers: CTAs that read what this one loads, itself included.
+        warps: of each of them that read a stage.
+    """
+    barrier.init_mbarriers(ring.full, stages, 1, tid)
+    barrier.init_mbarriers(ring.empty, stages, sharers * warps, tid)
+
+
+@cute.jit
+def fill(
+    ring: Ring,
+    phase: Phase,
+    a: tma.Tiles,
+    b: tma.Tiles,
+    at_a: tuple[Int32, ...],
+    at_b: tuple[Int32, ...],
+    num_bytes: cutlass.Constexpr[int],
+) -> None:
+    """Start loading a stage, once it is free.
+
+    Threads: all lanes of one warp.
+
+    Args:
+        at_a, at_b: coordinates of the tiles.
+        num_bytes: of both.
+    """
+    barrier.wait(ring.empty, phase)
+    barrier.expect_bytes(ring.full, phase, Int32(num_bytes))
+    mbar = ring.full + phase.stage
+    tma.load_tile(a, at_a, phase.stage, mbar)
+    tma.load_tile(b, at_b, phase.stage, mbar)
+
+
+@cute.jit
+def multiply(
+    mma: cute.TiledMma,
+    sums: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    ring: Ring,
+    phase: Phase,
+    count: Int32,
+    stages: cutlass.Constexpr[int],
+    shape: cutlass.Constexpr[tuple[int, int]],
+    at: Cluster,
+) -> Phase:
+    """Add the product of ``count`` stages to ``sums``; one stage is read while the next one begins.
+
+    Threads: warpgroups that share a tile.
+
+    Args:
+        rA, rB: descriptors of the stages: (instruction, m or n, k, stages).
+        shape: of the cluster.
+
+    Returns:
+        The phase behind the last stage.
+    """
+    before = phase
+    for k in cutlass.range(count, unroll=1):
+        barrier.wait(ring.full, phase)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+            at_k = (None, None, i, phase.stage)
+            cute.gemm(mma, sums, rA[at_k], rB[at_k], sums)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if k > 0:
+            release(ring, before, shape, at)
+        before = phase
+        phase = barrier.next_phase(phase, stages)
+    warpgroup.wait_group(0)
+    if count > 0:
+        release(ring, before, shape, at)
+    return phase
+
+
+@cute.jit
+def multiply_promoted(
+    mma: cute.TiledMma,
+    sums: cute.Tensor,
+    part: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    ring: Ring,
+    phase: Phase,
+    count: Int32,
+    stages: cutlass.Constexpr[int],
+    shape: cutlass.Constexpr[tuple[int, int]],
+    at: Cluster,
+) -> Phase:
+    """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
+    about 14 bits of sums of 8-bit products.
+
+    Args:
+        part: registers like ``sums``.
+    """
+    for _ in cutlass.range(count, unroll=1):
+        barrier.wait(ring.full, phase)
+        part.fill(0.0)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+            at_k = (None, None, i, phase.stage)
+            cute.gemm(mma, part, rA[at_k], rB[at_k], part)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        release(ring, phase, shape, at)
+        sums.store(sums.load() + part.load())
+        phase = barrier.next_phase(phase, stages)
+    return phase
+
+
+@cute.jit
+def release(ring: Ring, phase: Phase, shape: cutlass.Constexpr[tuple[int, int]], at: Cluster) -> None:
+    """Tell all CTAs that load a part of a stage that this warp has read it.
+
+    Threads: all lanes of one warp.
+    """
+    rows, cols = shape
+    if const_expr(rows * cols == 1):
+        barrier.arrive(ring.empty, phase)
+    else:
+        for row in cutlass.range_constexpr(rows):
+            barrier.arrive(ring.empty, phase, row + rows * at.col)
+        for i in cutlass.range_constexpr(cols - 1):  # all columns but its own
+            col = i + 1 if i >= at.col else Int32(i)
+            barrier.arrive(ring.empty, phase, at.row + rows * col)
+
+
+@cute.jit
+def skip(phase: Phase, count: Int32, stages: cutlass.Constexpr[int]) -> Phase:
+    """The phase ``count`` stages further on: those that another warpgroup reads."""
+    place = phase.stage + count
+    return Phase(place % stages, phase.parity ^ ((place // stages) & 1))

@@ -1,0 +1,44 @@
+"""Apply an epilogue to the sums of a thread."""
+
+from collections.abc import Callable
+
+from cutlass import Float32
+
+from ..epilogue import Op
+from .fragment import PAIR, ROWS
+
+BLOCK_SUMS = PAIR * ROWS
+"""Sums of a thread in 8 columns."""
+
+
+def apply(
+    epilogue: tuple[Op, ...],
+    sums: list[Float32],
+    operand: Callable[[int, int], Float32],
+) -> list[list[Float32]]:
+    """The values of all outputs, in the order of the thread's sums: D's, then those of copies.
+
+    Where an op takes pairs, blocks of 8 columns alternate: gates, then what they gate.
+
+    Args:
+        operand: gives operand number i of the epilogue for sum number j.
+    """
+    values, copies, first = list(sums), [], 0
+    for op in epilogue:
+        count = len(op.operands)
+        if op.pairs:
+            values = [
+                op.apply((values[i], values[i + BLOCK_SUMS]), *_read(operand, first, count, i))
+                for start in range(0, len(values), 2 * BLOCK_SUMS)
+                for i in range(start, start + BLOCK_SUMS)
+            ]
+        else:
+            values = [op.apply(x, *_read(operand, first, count, i)) for i, x in enumerate(values)]
+        if op.aux:
+            copies.append(list(values))
+        first += count
+    return [values, *copies]
+
+
+def _read(operand: Callable[[int, int], Float32], first: int, count: int, i: int) -> list[Float32]:
+    return [operand(first + j, i) for j in range(count)]

@@ -1,0 +1,1 @@
+"""GEMM with fused epilogues, one kernel family per architecture."""

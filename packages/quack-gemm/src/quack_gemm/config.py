@@ -1,0 +1,156 @@
+"""How a GEMM kernel computes: a frozen record. ``heuristic`` chooses one."""
+
+from dataclasses import dataclass
+
+from quack_core import dtypes
+
+from .spec import GemmSpec
+
+WARPGROUP = 128
+"""Threads that issue a matrix instruction together."""
+ATOM_M = 64
+"""Rows of a matrix instruction."""
+SWIZZLE_BYTES = 128
+"""Along K in a stage: the width of the widest swizzle."""
+SMEM_BYTES = 232448
+"""Shared memory of a CTA on SM90."""
+BARRIER_BYTES = 2048
+"""For barriers, and what alignment takes."""
+REGISTERS = 65536
+"""Of an SM."""
+LOADING_REGISTERS = {2: 56, 3: 40, 4: 32}
+"""Per thread of the warpgroup that loads, by warpgroups; the others get the rest."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A persistent kernel of SM90: one warpgroup loads, the others multiply.
+
+    Args:
+        tile_m, tile_n: of the product, that a CTA works on at a time.
+        cluster_m, cluster_n: CTAs of a cluster; those along M share tiles of B, along N those of A.
+        pingpong: two warpgroups have a tile each, and one stores while the other multiplies; else
+            all of them share a tile.
+        group: rows of clusters whose tiles are worked on together, for L2.
+        stages: parts of K under way; 0: as many as fit.
+        swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    cluster_m: int = 2
+    cluster_n: int = 1
+    pingpong: bool = False
+    group: int = 8
+    stages: int = 0
+    swap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128, 192, 256):
+            raise ValueError(f"tile_m={self.tile_m}: must be 64, 128, 192 or 256")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n={self.tile_n}: must be a multiple of 16 from 16 to 256")
+        if self.pingpong and self.tile_m > 128:
+            raise ValueError(f"tile_m={self.tile_m} with pingpong: must be 64 or 128")
+        for name in ("cluster_m", "cluster_n"):
+            if getattr(self, name) not in (1, 2, 4):
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1, 2 or 4")
+        if self.cluster > 8:
+            raise ValueError(f"cluster_m * cluster_n is {self.cluster}: at most 8 is portable")
+        if self.group < 1:
+            raise ValueError(f"group={self.group}: must be at least 1")
+        if self.stages < 0 or self.stages == 1:
+            raise ValueError(f"stages={self.stages}: must be 0 or at least 2")
+        if self.accumulators > 208:
+            raise ValueError(
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} sums per thread, "
+                "at most 208 fit its registers"
+            )
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return 2 if self.pingpong or self.tile_m == 256 else self.tile_m // ATOM_M
+
+    @property
+    def sharing(self) -> int:
+        """Warpgroups that share a tile."""
+        return 1 if self.pingpong else self.groups
+
+    @property
+    def atoms(self) -> int:
+        """Instructions of 64 rows, one below the other, of a warpgroup."""
+        return self.tile_m // (ATOM_M * self.sharing)
+
+    @property
+    def accumulators(self) -> int:
+        """Sums of a thread."""
+        return self.atoms * self.tile_n * ATOM_M // WARPGROUP
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.groups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Per thread: of those that load, and of the others."""
+        few = LOADING_REGISTERS[1 + self.groups]
+        of_all = REGISTERS // WARPGROUP
+        return few, min(240, (of_all - few) // self.groups // 8 * 8)
+
+    def tile_k(self, spec: GemmSpec) -> int:
+        """Elements along K of a stage."""
+        return SWIZZLE_BYTES * 8 // dtypes.width(spec.a)
+
+    def piece_cols(self, spec: GemmSpec) -> int:
+        """Columns of the product that a warpgroup stores at a time."""
+        return next(cols for cols in (64, 32, 16) if self.tile_n % cols == 0)
+
+    def pieces(self, spec: GemmSpec) -> int:
+        """How many such parts a warpgroup has of a tile."""
+        return self.atoms * (self.tile_n // self.piece_cols(spec))
+
+    def buffers(self, spec: GemmSpec) -> int:
+        """Parts of a warpgroup on their way out; they divide ``pieces``, as each tile begins with the
+        first buffer."""
+        return 2 if self.pieces(spec) % 2 == 0 else 1
+
+    def stage_bytes(self, spec: GemmSpec) -> int:
+        return (self.tile_m + self.tile_n) * SWIZZLE_BYTES
+
+    def store_bytes(self, spec: GemmSpec) -> int:
+        """Shared memory of what is on its way out, and of row operands."""
+        cols = self.piece_cols(spec) // (2 if spec.gated else 1)
+        parts = self.groups * self.buffers(spec) * ATOM_M * cols
+        rows = sum(operand.kind == "row" for op in spec.epilogue for operand in op.operands)
+        return sum(parts * dtypes.width(name) // 8 for name in spec.outputs) + (
+            self.groups * rows * 4 * self.tile_n
+        )
+
+    def depth(self, spec: GemmSpec) -> int:
+        """Stages: as asked for, or as many as fit."""
+        room = SMEM_BYTES - BARRIER_BYTES - self.store_bytes(spec)
+        return self.stages or min(12, room // self.stage_bytes(spec))
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        """Shared memory of a CTA."""
+        return BARRIER_BYTES + self.store_bytes(spec) + self.depth(spec) * self.stage_bytes(spec)
+
+    def check(self, spec: GemmSpec) -> None:
+        """Raise if the kernel of ``spec`` cannot be built so.
+
+        Raises:
+            ValueError: too little shared memory, or an epilogue that the tile does not suit.
+        """
+        if self.smem_bytes(spec) > SMEM_BYTES or self.depth(spec) < 2:
+            raise ValueError(
+                f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
+                f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
+            )
+        if spec.gated and self.tile_n % 32:
+            raise ValueError(f"tile_n={self.tile_n}: pairs need a multiple of 32")

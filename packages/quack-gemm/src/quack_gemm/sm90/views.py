@@ -1,0 +1,39 @@
+"""Operands as the kernel sees them: (rows, columns, matrices), made of what torch hands over."""
+
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from quack_core.layout import views
+
+BLOCK = 8
+"""Columns of gates, and of what they gate, side by side in a tile."""
+
+
+def matrices(tensor: cute.Tensor) -> cute.Tensor:
+    """(M, N) or (L, M, N) as (M, N, L)."""
+    if cute.rank(tensor) == 2:
+        return views.expand(tensor, 2, 1)
+    return views.permute(tensor, 1, 2, 0)
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """(M, N, L) as (N, M, L)."""
+    return views.transpose(tensor)
+
+
+@cute.jit
+def paired(tensor: cute.Tensor, concat: bool) -> cute.Tensor:
+    """(N, K, L) with gates and what they gate in turn, 8 rows each: ((8, 2, N / 16), K, L).
+
+    Args:
+        concat: gates are the first N / 2 rows; else they are the even ones.
+    """
+    n, k, batches = tensor.shape
+    stride, *others = tensor.stride
+    count = n // (2 * BLOCK)
+    if const_expr(concat):
+        strides = (stride, stride * (n // 2), stride * BLOCK)
+    else:
+        strides = (stride * 2, stride, stride * (2 * BLOCK))
+    layout = cute.make_layout(((BLOCK, 2, count), k, batches), stride=(strides, *others))
+    return cute.make_tensor(tensor.iterator, layout)

@@ -1,0 +1,69 @@
+"""What a GEMM kernel computes: a frozen record that names every property the code depends on."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quack_core import dtypes
+from quack_core.gemm import epilogue as epi
+from quack_core.gemm.epilogue import Op
+
+Major = Literal["row", "column"]
+"""Which dimension of a matrix has stride 1: the second or the first, of the last two."""
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """``D = epilogue(A B)``: A of shape (M, K) or (L, M, K), B of (K, N) or (L, K, N).
+
+    Sizes and strides are free. Dtypes are torch's names.
+
+    Args:
+        a, b, d: dtypes.
+        a_major, b_major, d_major: memory orders, of the shapes above.
+        a_batched, b_batched: has a dimension L; without one, all matrices of a batch share it.
+        epilogue: ops, in order.
+        concat: gate columns of B come first, then those of up; else they alternate.
+        aux_majors: memory orders of what ``StoreAux`` ops store.
+    """
+
+    a: str
+    b: str
+    d: str
+    a_major: Major = "row"
+    b_major: Major = "column"
+    d_major: Major = "row"
+    a_batched: bool = False
+    b_batched: bool = False
+    epilogue: tuple[Op, ...] = ()
+    concat: bool = False
+
+    def __post_init__(self) -> None:
+        if dtypes.width(self.a) != dtypes.width(self.b):
+            raise ValueError(f"a is {self.a}, b is {self.b}: their elements must have one size")
+        if dtypes.width(self.a) == 8 and (self.a_major, self.b_major) != ("row", "column"):
+            raise ValueError("8-bit operands: a must be row-major, b column-major")
+        epi.halves(self.epilogue)
+        if self.concat and not self.gated:
+            raise ValueError("concat needs an epilogue that takes pairs")
+
+    @property
+    def batched(self) -> bool:
+        """Whether D has a dimension L."""
+        return self.a_batched or self.b_batched
+
+    @property
+    def gated(self) -> bool:
+        """Whether D has half as many columns as B."""
+        return epi.halves(self.epilogue)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Dtypes of what is stored: D, then copies."""
+        return (self.d, *(op.aux for op in self.epilogue if op.aux))
+
+    @property
+    def name(self) -> str:
+        """Kernel name, as profilers show it."""
+        ops = "".join("_" + type(op).__name__.lower() for op in self.epilogue)
+        majors = "".join(m[0] for m in (self.a_major, self.b_major, self.d_major))
+        return f"gemm_{dtypes.short(self.a)}_{dtypes.short(self.d)}_{majors}{ops}"
