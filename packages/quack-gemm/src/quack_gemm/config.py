@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quack_core import dtypes
+from quack_core.gemm.epilogue import Kind, operands
 
 from .spec import GemmSpec
 
@@ -18,6 +19,7 @@ BARRIER_BYTES = 2048
 """For barriers, and what alignment takes."""
 REGISTERS = 65536
 """Of an SM."""
+MOST_STAGES = 20
 LOADING_REGISTERS = {2: 56, 3: 40, 4: 32}
 """Per thread of the warpgroup that loads, by warpgroups; the others get the rest."""
 
@@ -108,8 +110,12 @@ class GemmConfig:
         return SWIZZLE_BYTES * 8 // dtypes.width(spec.a)
 
     def piece_cols(self, spec: GemmSpec) -> int:
-        """Columns of the product that a warpgroup stores at a time."""
-        return next(cols for cols in (64, 32, 16) if self.tile_n % cols == 0)
+        """Columns of the product that a warpgroup stores at a time: many, but for no stage."""
+        widest = SWIZZLE_BYTES * 8 // max(dtypes.width(name) for name in spec.outputs)
+        widest = min(widest, 32) if len(spec.outputs) > 1 else widest  # more would spill
+        fitting = [cols for cols in (128, 64, 32, 16) if self.tile_n % cols == 0]
+        fitting = [c for c in fitting if c <= widest * (1 + spec.gated)] or fitting[-1:]
+        return max(fitting, key=lambda cols: (self._depth(spec, cols), cols))
 
     def pieces(self, spec: GemmSpec) -> int:
         """How many such parts a warpgroup has of a tile."""
@@ -125,17 +131,24 @@ class GemmConfig:
 
     def store_bytes(self, spec: GemmSpec) -> int:
         """Shared memory of what is on its way out, and of row operands."""
-        cols = self.piece_cols(spec) // (2 if spec.gated else 1)
-        parts = self.groups * self.buffers(spec) * ATOM_M * cols
-        rows = sum(operand.kind == "row" for op in spec.epilogue for operand in op.operands)
-        return sum(parts * dtypes.width(name) // 8 for name in spec.outputs) + (
-            self.groups * rows * 4 * self.tile_n
-        )
+        return self._store_bytes(spec, self.piece_cols(spec))
+
+    def _store_bytes(self, spec: GemmSpec, cols: int) -> int:
+        buffers = 2 if self.atoms * (self.tile_n // cols) % 2 == 0 else 1
+        elements = self.groups * buffers * ATOM_M * cols
+        found = 0
+        for name, halved in zip(spec.outputs, spec.halved, strict=True):
+            found += elements // (1 + halved) * dtypes.width(name) // 8
+        vectors = sum(one.kind in (Kind.ROW, Kind.COLUMN) for one in operands(spec.epilogue))
+        return found + self.groups * vectors * 4 * self.tile_n
 
     def depth(self, spec: GemmSpec) -> int:
         """Stages: as asked for, or as many as fit."""
-        room = SMEM_BYTES - BARRIER_BYTES - self.store_bytes(spec)
-        return self.stages or min(12, room // self.stage_bytes(spec))
+        return self.stages or self._depth(spec, self.piece_cols(spec))
+
+    def _depth(self, spec: GemmSpec, cols: int) -> int:
+        room = SMEM_BYTES - BARRIER_BYTES - self._store_bytes(spec, cols)
+        return min(MOST_STAGES, room // self.stage_bytes(spec))
 
     def smem_bytes(self, spec: GemmSpec) -> int:
         """Shared memory of a CTA."""
@@ -152,5 +165,5 @@ class GemmConfig:
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
                 f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
             )
-        if spec.gated and self.tile_n % 32:
-            raise ValueError(f"tile_n={self.tile_n}: pairs need a multiple of 32")
+        if spec.gated and (self.tile_n % 32 or self.swap):
+            raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from quack_core import dtypes
 from quack_core.gemm import epilogue as epi
-from quack_core.gemm.epilogue import Op
+from quack_core.gemm.epilogue import Kind, Op
 
 Major = Literal["row", "column"]
 """Which dimension of a matrix has stride 1: the second or the first, of the last two."""
@@ -23,7 +23,6 @@ class GemmSpec:
         a_batched, b_batched: has a dimension L; without one, all matrices of a batch share it.
         epilogue: ops, in order.
         concat: gate columns of B come first, then those of up; else they alternate.
-        aux_majors: memory orders of what ``StoreAux`` ops store.
     """
 
     a: str
@@ -45,6 +44,17 @@ class GemmSpec:
         epi.halves(self.epilogue)
         if self.concat and not self.gated:
             raise ValueError("concat needs an epilogue that takes pairs")
+        if self.gated and (self.b_major, self.d_major) != ("column", "row"):
+            raise ValueError("pairs: b must be column-major, D row-major")
+        behind = False
+        for op in self.epilogue:
+            kinds = [operand.kind for operand in op.operands]
+            if self.gated and (Kind.TILE in kinds or (behind and Kind.ROW in kinds)):
+                raise ValueError(
+                    f"{type(op).__name__}: beside an op that takes pairs there are no operands of D's "
+                    "shape, and behind it no row operands"
+                )
+            behind = behind or op.pairs
 
     @property
     def batched(self) -> bool:
@@ -60,6 +70,16 @@ class GemmSpec:
     def outputs(self) -> tuple[str, ...]:
         """Dtypes of what is stored: D, then copies."""
         return (self.d, *(op.aux for op in self.epilogue if op.aux))
+
+    @property
+    def halved(self) -> tuple[bool, ...]:
+        """Which outputs have half as many columns as B: those behind an op that takes pairs."""
+        found, seen = [], False
+        for op in self.epilogue:
+            seen = seen or op.pairs
+            if op.aux:
+                found.append(seen)
+        return (seen, *found)
 
     @property
     def name(self) -> str:

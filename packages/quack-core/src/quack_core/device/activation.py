@@ -20,9 +20,7 @@ def sigmoid(x: Float32) -> Float32:
 
 def tanh(x: Float32) -> Float32:
     """To float32's precision but for small arguments, where it has an error of 2e-7."""
-    return Float32(1.0) - Float32(2.0) * fast_math.reciprocal(
-        Float32(1.0) + fast_math.exp(x + x)
-    )
+    return Float32(1.0) - Float32(2.0) * fast_math.reciprocal(Float32(1.0) + fast_math.exp(x + x))
 
 
 def identity(x: Float32) -> Float32:
@@ -33,7 +31,7 @@ def identity(x: Float32) -> Float32:
 @cute.jit
 def relu(x: Float32) -> Float32:
     """max(x, 0); NaN stays."""
-    return Float32(0.0) if x < Float32(0.0) else x
+    return max(x, Float32(0.0))
 
 
 def relu_sq(x: Float32) -> Float32:

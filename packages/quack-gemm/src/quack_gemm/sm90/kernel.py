@@ -1,5 +1,6 @@
 """The GEMM of Hopper: a persistent kernel whose warpgroups have roles."""
 
+import functools
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -12,8 +13,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from quack_core import dtypes
 from quack_core.device import barrier, tma
-from quack_core.gemm import order
 from quack_core.gemm import epilogue as epi
+from quack_core.gemm import order
 from quack_core.gemm.epilogue import Kind
 from quack_core.gemm.sm90 import fragment, ring, store, visit
 from quack_core.gemm.sm90.ring import Cluster
@@ -68,8 +69,10 @@ class GemmSm90:
         self.majors = [LayoutEnum.from_tensor(out) for out in outs]
         self.out_dtypes = [out.element_type for out in outs]
         n, k = mB.shape[0], mA.shape[1]
+        rows_cols = outs[0].shape
         if const_expr(spec.gated):
             mB = views.paired(mB, spec.concat)
+            outs = [out if half else self._paired_columns(out) for out, half in self._halved(outs)]
 
         mma = self._mma(a_major, b_major, config.sharing)
         tile = (config.tile_m, config.tile_n, self.tile_k)
@@ -77,17 +80,16 @@ class GemmSm90:
         b_smem = sm90.make_smem_layout_b(b_major, tile, self.b_dtype, self.stages)
         load_a, cA = tma.load_atom(mA, a_smem, (tile[0], tile[2]), config.cluster_n)
         load_b, cB = tma.load_atom(mB, b_smem, (tile[1], tile[2]), config.cluster_m)
-        piece = (ATOM_M, self.cols // 2 if spec.gated else self.cols)
         buffers = self.buffers * config.groups
         d_smem = [
-            store.smem_layout(dtype, major, piece[1], buffers)
-            for dtype, major in zip(self.out_dtypes, self.majors, strict=True)
+            store.smem_layout(self.out_dtypes[i], self.majors[i], self._piece(i)[1], buffers)
+            for i in range(len(outs))
         ]
-        stores = [tma.store_atom(o, s, piece) for o, s in zip(outs, d_smem, strict=True)]
+        stores = [tma.store_atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
 
         rows = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
         cols = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        tile_order = order.make(rows, cols, outs[0].shape[2], config.group)
+        tile_order = order.make(rows, cols, rows_cols[2], config.group)
         clusters = cutlass.min(tile_order.total, max_clusters)
         self.kernel(
             mma,
@@ -96,7 +98,7 @@ class GemmSm90:
             (load_b, cB, b_smem),
             tuple((*pair, smem) for pair, smem in zip(stores, d_smem, strict=True)),
             tuple(tiles),
-            (outs[0].shape[0], outs[0].shape[1], n, cute.ceil_div(k, self.tile_k)),
+            (rows_cols[0], n, cute.ceil_div(k, self.tile_k)),
             tile_order,
         ).launch(
             grid=[config.cluster_m, config.cluster_n, clusters],
@@ -120,6 +122,13 @@ class GemmSm90:
                 if one.kind == Kind.TILE:
                     given[i] = views.transposed(given[i])
         return mA, mB, outs, given
+
+    def _halved(self, outs):
+        return zip(outs, self.spec.halved, strict=True)
+
+    def _paired_columns(self, out: cute.Tensor) -> cute.Tensor:
+        """(M, N, L) with the columns in the order in which tiles have them."""
+        return views.transposed(views.paired(views.transposed(out), self.spec.concat))
 
     def _mma(self, a_major: LayoutEnum, b_major: LayoutEnum, groups: int) -> cute.TiledMma:
         """The matrix instruction of so many warpgroups, one below the other."""
@@ -150,9 +159,7 @@ class GemmSm90:
         barriers = ring.allocate(smem, self.stages)
         sA = self._stages(smem, self.a_dtype, load_a[2])
         sB = self._stages(smem, self.b_dtype, load_b[2])
-        sinks = [
-            self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)
-        ]
+        sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
         num_rows = const_expr(sum(self._kind(o) == Kind.ROW for o in self.operands))
         layout = cute.make_layout((config.tile_n, max(1, num_rows), config.groups))
         shared_rows = None
@@ -179,7 +186,7 @@ class GemmSm90:
             outs = [
                 store.make_sink(
                     mma_of_group,
-                    tma.bind(stores[i][0], stores[i][1], sinks[i], self._piece()),
+                    tma.bind(stores[i][0], stores[i][1], sinks[i], self._piece(i)),
                     sinks[i],
                     self.majors[i],
                     self.out_dtypes[i],
@@ -188,8 +195,20 @@ class GemmSm90:
                 for i in range(len(sinks))
             ]
             self._compute(
-                mma, sA, sB, outs, operands, shared_rows, barriers, sizes, tile_order, at, work,
-                clusters, group - 1, tid % WARPGROUP,
+                mma,
+                sA,
+                sB,
+                outs,
+                operands,
+                shared_rows,
+                barriers,
+                sizes,
+                tile_order,
+                at,
+                work,
+                clusters,
+                group - 1,
+                tid % WARPGROUP,
             )
         if const_expr(config.cluster > 1):  # no CTA leaves while another one signals it
             cute.arch.cluster_arrive_relaxed()
@@ -199,9 +218,9 @@ class GemmSm90:
         """Room for stages of a swizzled layout."""
         return smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
 
-    def _piece(self) -> tuple[int, int]:
-        """Rows and columns of D that a warpgroup stores at a time."""
-        return ATOM_M, self.cols // 2 if self.spec.gated else self.cols
+    def _piece(self, i: int) -> tuple[int, int]:
+        """Rows and columns of output i that a warpgroup stores at a time."""
+        return ATOM_M, self.cols // (1 + self.spec.halved[i])
 
     def _kind(self, operand: epi.Operand) -> Kind:
         """What it is for the product that the kernel computes."""
@@ -244,7 +263,7 @@ class GemmSm90:
             row, col, matrix = self._locate(tile_order, work, at)
             of_a = matrix if const_expr(a_batched) else Int32(0)
             of_b = matrix if const_expr(b_batched) else Int32(0)
-            for k in cutlass.range(sizes[3], unroll=1):
+            for k in cutlass.range(sizes[2], unroll=1):
                 ring.fill(barriers, phase, a, b, (row, k, of_a), (col, k, of_b), num_bytes)
                 phase = barrier.next_phase(phase, self.stages)
             work += step
@@ -253,8 +272,21 @@ class GemmSm90:
 
     @cute.jit
     def _compute(
-        self, mma, sA, sB, outs, operands, shared_rows, barriers, sizes, tile_order, at: Cluster,
-        work: Int32, step: Int32, group: Int32, thread: Int32,
+        self,
+        mma,
+        sA,
+        sB,
+        outs,
+        operands,
+        shared_rows,
+        barriers,
+        sizes,
+        tile_order,
+        at: Cluster,
+        work: Int32,
+        step: Int32,
+        group: Int32,
+        thread: Int32,
     ):
         """Multiply, apply the epilogue, store: tile after tile."""
         config = self.config
@@ -268,7 +300,8 @@ class GemmSm90:
         sums = cute.make_rmem_tensor(shape, Float32)
         part = cute.make_rmem_tensor(shape, Float32) if const_expr(self.promoted) else None
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        phase, count = barrier.full_phase(), sizes[3]
+        phase, count = barrier.full_phase(), sizes[2]
+        tiles = (tile_order.total - work + step - 1) // step
         if const_expr(config.pingpong):
             if group == 1:
                 phase = ring.skip(phase, count, self.stages)
@@ -278,7 +311,7 @@ class GemmSm90:
         while work < tile_order.total:
             row, col, matrix = self._locate(tile_order, work, at)
             held = self._fetch(operands, row, col, matrix, sizes, group, thread)
-            sums.fill(0.0)
+            sums.fill(Float32(0.0))
             if const_expr(config.pingpong):
                 barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
             if const_expr(self.promoted):
@@ -296,9 +329,9 @@ class GemmSm90:
                 sums, outs, operands, held, shared_rows, row, col, matrix, sizes, group, thread
             )
             work += step
-        if const_expr(config.pingpong):  # the other one has signalled once more than it was awaited
-            if group == 0:
-                barrier.sync_numbered(Int32(TURN), 2 * WARPGROUP)
+        if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
+            if group == tiles % 2:
+                barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
         if thread < WARP:
             tma.bulk_wait_read(0)
 
@@ -322,7 +355,15 @@ class GemmSm90:
             elif const_expr(kind == Kind.ROW):
                 first = col * self.config.tile_n
                 held.append(
-                    fragment.fetch_row(tensor, first, sizes[2], matrix, thread, self.config.tile_n)
+                    fragment.fetch_row(
+                        tensor,
+                        first,
+                        sizes[1],
+                        matrix,
+                        thread,
+                        self.config.tile_n,
+                        functools.partial(self._natural, cols=sizes[1]),
+                    )
                 )
             elif const_expr(kind == Kind.COLUMN):
                 held.append(
@@ -336,6 +377,9 @@ class GemmSm90:
             else:
                 held.append(None)
         return held
+
+    def _natural(self, col: Int32, cols: Int32) -> Int32:
+        return views.natural(col, cols, self.spec.concat) if self.spec.gated else col
 
     @cute.jit
     def _finish(
@@ -359,7 +403,9 @@ class GemmSm90:
                 self._first_row(row, atom, group, thread),
                 col * config.tile_n + inside * self.cols + fragment.first_col(thread),
             )
-            given = self._given(operands, held, shared_rows, first, atom, inside, matrix, group, thread)
+            given = self._given(
+                operands, held, shared_rows, first, atom, inside, matrix, group, thread
+            )
             values = visit.apply(
                 self.spec.epilogue,
                 [sums[p * per_piece + i] for i in range(per_piece)],
@@ -374,14 +420,18 @@ class GemmSm90:
                     out, found, buffer, place, self.buffers * len(outs) - 1, STORE + group, thread
                 )
 
-    def _given(self, operands, held, shared_rows, first, atom, inside, matrix, group, thread) -> list:
+    def _given(
+        self, operands, held, shared_rows, first, atom, inside, matrix, group, thread
+    ) -> list:
         """Each operand's values for a part, as ``_value`` takes them."""
         given, number = [], 0
         for i, operand in enumerate(self.operands):
             kind = self._kind(operand)
             if kind == Kind.ROW:
                 start = inside * self.cols + fragment.first_col(thread)
-                given.append((kind, fragment.read_row(shared_rows[None, number, group], start, self.cols)))
+                given.append(
+                    (kind, fragment.read_row(shared_rows[None, number, group], start, self.cols))
+                )
                 number += 1
             elif kind == Kind.COLUMN:
                 given.append((kind, held[i][atom]))
@@ -437,9 +487,7 @@ def arguments(spec: GemmSpec) -> tuple:
             shape, stride = (batch, *shape), (sym_int64(), 1)
         return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
 
-    outputs = tuple(
-        matrix(dtype, (m, cols), spec.d_major, spec.batched) for dtype in spec.outputs
-    )
+    outputs = tuple(matrix(dtype, (m, cols), spec.d_major, spec.batched) for dtype in spec.outputs)
     return (
         matrix(spec.a, (m, k), spec.a_major, spec.a_batched),
         matrix(spec.b, (k, n), spec.b_major, spec.b_batched),

@@ -1,7 +1,7 @@
 """Operands as the kernel sees them: (rows, columns, matrices), made of what torch hands over."""
 
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 
 from quack_core.layout import views
 
@@ -37,3 +37,11 @@ def paired(tensor: cute.Tensor, concat: bool) -> cute.Tensor:
         strides = (stride * 2, stride, stride * (2 * BLOCK))
     layout = cute.make_layout(((BLOCK, 2, count), k, batches), stride=(strides, *others))
     return cute.make_tensor(tensor.iterator, layout)
+
+
+def natural(col: Int32, cols: Int32, concat: bool) -> Int32:
+    """Which row of B the column of a product is, where ``paired`` has moved it."""
+    block, half, place = col // (2 * BLOCK), col // BLOCK % 2, col % BLOCK
+    if concat:
+        return half * (cols // 2) + block * BLOCK + place
+    return block * (2 * BLOCK) + place * 2 + half

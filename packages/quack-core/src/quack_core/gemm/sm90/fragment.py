@@ -6,6 +6,7 @@ two rows that are 8 apart: sums come in the order (column of the pair, row, 8 co
 Source: PTX ISA, wgmma.mma_async, register fragment of D.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -13,8 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quack_core.reduction.tiling import WARP
-
-from ..epilogue import Kind, Operand
 
 PAIR = 2
 ROWS = 2
@@ -63,7 +62,13 @@ def read_column(tensor: cute.Tensor, row: Int32, rows: Int32, batch: Int32) -> l
 
 @cute.jit
 def fetch_row(
-    tensor: cute.Tensor, col: Int32, cols: Int32, batch: Int32, thread: Int32, count: int
+    tensor: cute.Tensor,
+    col: Int32,
+    cols: Int32,
+    batch: Int32,
+    thread: Int32,
+    count: cutlass.Constexpr[int],
+    natural: cutlass.Constexpr[Callable[[Int32], Int32]],
 ) -> cute.Tensor:
     """The thread's share of a tile's part of a row operand, in float32, on its way to ``share_row``.
 
@@ -72,10 +77,11 @@ def fetch_row(
         col: of the tile's first column, in D.
         cols: of D.
         count: columns of the tile.
+        natural: which element belongs to a column.
     """
     held = cute.make_rmem_tensor(-(-count // WARPGROUP), Float32)
     for i in cutlass.range_constexpr(cute.size(held)):
-        at = cutlass.min(col + thread + i * WARPGROUP, cols - 1)
+        at = natural(cutlass.min(col + thread + i * WARPGROUP, cols - 1))
         held[i] = Float32(_element(tensor, at, batch))
     return held
 
@@ -129,8 +135,3 @@ def _element(tensor: cute.Tensor, index: Int32, batch: Int32) -> Any:
     if cute.rank(tensor) == 1:
         return tensor[index]
     return tensor[Int64(batch), index]
-
-
-def is_vector(operand: Operand) -> bool:
-    """Whether it is a row or a column."""
-    return operand.kind in (Kind.ROW, Kind.COLUMN)

@@ -163,7 +163,9 @@ def multiply_promoted(
 
 
 @cute.jit
-def release(ring: Ring, phase: Phase, shape: cutlass.Constexpr[tuple[int, int]], at: Cluster) -> None:
+def release(
+    ring: Ring, phase: Phase, shape: cutlass.Constexpr[tuple[int, int]], at: Cluster
+) -> None:
     """Tell all CTAs that load a part of a stage that this warp has read it.
 
     Threads: all lanes of one warp.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import warp
 from cutlass.tensor_utils import LayoutEnum
 
@@ -51,10 +51,10 @@ def make_sink(
     shared: (64, columns, buffers).
     thread: of the warpgroup.
     """
-    matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(major.is_m_major_c(), 4), dtype)
+    # Elements of any width go where 16-bit ones would.
+    matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(major.is_m_major_c(), 4), Float16)
     atom = sm90.get_smem_store_op(major, dtype, Float32)
-    by_sums = cute.make_tiled_copy_C_atom(matrix, mma) if dtype.width == 16 else None
-    copy = cute.make_tiled_copy_S(atom, by_sums) if by_sums else cute.make_tiled_copy_C(atom, mma)
+    copy = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(matrix, mma))
     own = copy.get_slice(thread)
     shape = cute.shape(own.partition_S(shared))[:3]
     return Sink(tiles, copy, own.partition_D(shared), cute.make_rmem_tensor(shape, dtype))

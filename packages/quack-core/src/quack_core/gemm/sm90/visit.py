@@ -1,6 +1,6 @@
 """Apply an epilogue to the sums of a thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cutlass import Float32
 
@@ -11,19 +11,20 @@ BLOCK_SUMS = PAIR * ROWS
 """Sums of a thread in 8 columns."""
 
 
-def apply(
+def outputs(
     epilogue: tuple[Op, ...],
     sums: list[Float32],
     operand: Callable[[int, int], Float32],
-) -> list[list[Float32]]:
-    """The values of all outputs, in the order of the thread's sums: D's, then those of copies.
+) -> Iterator[tuple[int, list[Float32]]]:
+    """Number and values of each output, in the order of the thread's sums, as soon as they are known.
 
-    Where an op takes pairs, blocks of 8 columns alternate: gates, then what they gate.
+    Number 0 is D, which comes last. Where an op takes pairs, blocks of 8 columns alternate: gates,
+    then what they gate.
 
     Args:
         operand: gives operand number i of the epilogue for sum number j.
     """
-    values, copies, first = list(sums), [], 0
+    values, first, copies = list(sums), 0, 0
     for op in epilogue:
         count = len(op.operands)
         if op.pairs:
@@ -35,9 +36,10 @@ def apply(
         else:
             values = [op.apply(x, *_read(operand, first, count, i)) for i, x in enumerate(values)]
         if op.aux:
-            copies.append(list(values))
+            copies += 1
+            yield copies, values
         first += count
-    return [values, *copies]
+    yield 0, values
 
 
 def _read(operand: Callable[[int, int], Float32], first: int, count: int, i: int) -> list[Float32]:
