@@ -406,18 +406,18 @@ class GemmSm90:
             given = self._given(
                 operands, held, shared_rows, first, atom, inside, matrix, group, thread
             )
-            values = visit.apply(
-                self.spec.epilogue,
-                [sums[p * per_piece + i] for i in range(per_piece)],
-                lambda which, i, given=given: _value(given[which], i),
-            )
             rows_before = row * config.tile_m // ATOM_M
             below = Int32(atom) if const_expr(config.pingpong) else atom * config.sharing + group
             place = (rows_before + below, col * per_atom + inside, matrix)
             buffer = group * self.buffers + p % self.buffers
-            for out, found in zip(outs, values, strict=True):
+            pending = const_expr(self.buffers * len(outs) - 1)
+            for which, values in visit.outputs(
+                self.spec.epilogue,
+                [sums[p * per_piece + i] for i in range(per_piece)],
+                functools.partial(_value, given),
+            ):
                 store.store_piece(
-                    out, found, buffer, place, self.buffers * len(outs) - 1, STORE + group, thread
+                    outs[which], values, buffer, place, pending, STORE + group, thread
                 )
 
     def _given(
@@ -443,9 +443,9 @@ class GemmSm90:
         return given
 
 
-def _value(given: tuple, i: int) -> Float32:
+def _value(given: list[tuple], which: int, i: int) -> Float32:
     """An operand's value for the thread's sum number i."""
-    kind, values = given
+    kind, values = given[which]
     row, col = fragment.place(i)
     if kind == Kind.ROW:
         return values[col]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from quack_core.device import barrier, tma
@@ -149,7 +149,7 @@ def multiply_promoted(
     """
     for _ in cutlass.range(count, unroll=1):
         barrier.wait(ring.full, phase)
-        part.fill(0.0)
+        part.fill(Float32(0.0))
         warpgroup.fence()
         for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
             at_k = (None, None, i, phase.stage)

@@ -63,7 +63,7 @@ def make_sink(
 @cute.jit
 def store_piece(
     sink: Sink,
-    values: cute.Tensor,
+    values: list[Float32],
     buffer: Int32,
     at: tuple[Int32, Int32, Int32],
     pending: cutlass.Constexpr[int],
