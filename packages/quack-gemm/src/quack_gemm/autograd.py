@@ -1,0 +1,125 @@
+"""GEMM as a registered operator: what torch.compile, export, fake tensors and the CPU see.
+
+An epilogue crosses torch's dispatcher as a text, by which it is looked up again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import torch_op
+from quack_core.errors import UnsupportedError
+from quack_core.gemm.epilogue import Kind, Op
+
+from . import check, launch, reference
+from .reference import Step
+
+_LIBRARY = torch.library.Library("quack_gemm", "FRAGMENT")
+
+_epilogues: dict[str, tuple[Op, ...]] = {}
+
+
+def call(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool,
+) -> list[Tensor]:
+    """Through the dispatcher; arguments as of ``reference.forward``."""
+    ops = tuple(op for op, _ in steps)
+    text = repr(ops)
+    _epilogues[text] = ops
+    given = [operand for _, operands in steps for operand in operands]
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    numbers = [float(one) for one in given if not isinstance(one, Tensor)]
+    found: list[Tensor] = gemm_fwd(a, b, tensors, numbers, text, list(out_dtypes), concat)
+    return found
+
+
+def _steps(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Step]:
+    """The epilogue with its operands again."""
+    left, rest, found = list(tensors), list(numbers), []
+    for op in _epilogues[text]:
+        operands = tuple(
+            rest.pop(0) if what.kind == Kind.SCALAR else left.pop(0) for what in op.operands
+        )
+        found.append((op, operands))
+    return found
+
+
+def _checked(
+    a: Tensor, b: Tensor, steps: list[Step], out_dtypes: Sequence[torch.dtype]
+) -> tuple[tuple[int, ...], int, int]:
+    m, n, _, batches = check.operands(a, b)
+    cols = check.steps(steps, m, n, batches, a.device)
+    for dtype in out_dtypes:
+        check.out_dtype(dtype)
+    return () if batches is None else (batches,), m, cols
+
+
+def _forward_cpu(
+    a: Tensor,
+    b: Tensor,
+    tensors: list[Tensor],
+    numbers: list[float],
+    text: str,
+    out_dtypes: list[torch.dtype],
+    concat: bool,
+) -> list[Tensor]:
+    steps = _steps(text, tensors, numbers)
+    _checked(a, b, steps, out_dtypes)
+    return reference.forward(a, b, steps, out_dtypes, concat)
+
+
+def _forward_cuda(
+    a: Tensor,
+    b: Tensor,
+    tensors: list[Tensor],
+    numbers: list[float],
+    text: str,
+    out_dtypes: list[torch.dtype],
+    concat: bool,
+) -> list[Tensor]:
+    steps = _steps(text, tensors, numbers)
+    _checked(a, b, steps, out_dtypes)
+    return launch.forward(a, b, steps, out_dtypes, concat)
+
+
+def _forward_fake(
+    a: Tensor,
+    b: Tensor,
+    tensors: list[Tensor],
+    numbers: list[float],
+    text: str,
+    out_dtypes: list[torch.dtype],
+    concat: bool,
+) -> list[Tensor]:
+    steps = _steps(text, tensors, numbers)
+    batch, m, cols = _checked(a, b, steps, out_dtypes)
+    halved = launch.halved(tuple(op for op, _ in steps))
+    return [
+        a.new_empty((*batch, m, cols if half else b.shape[-1]), dtype=dtype)
+        for half, dtype in zip(halved, out_dtypes, strict=True)
+    ]
+
+
+def _no_gradient(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError(
+        "gemm: a gradient was asked for",
+        "the function with an epilogue has none",
+        "use quack_gemm.linear and its relatives, or torch.no_grad()",
+    )
+
+
+gemm_fwd = torch_op.register(
+    _LIBRARY,
+    "gemm_fwd(Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str epilogue, "
+    "ScalarType[] out_dtypes, bool concat) -> Tensor[]",
+    cpu=_forward_cpu,
+    cuda=_forward_cuda,
+    fake=_forward_fake,
+    backward=_no_gradient,
+)
