@@ -3,6 +3,10 @@
 An epilogue crosses torch's dispatcher as a text, by which it is looked up again.
 """
 
+import ast
+import dataclasses
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +22,6 @@ from .reference import Step
 
 _LIBRARY = torch.library.Library("quack_gemm", "FRAGMENT")
 
-_epilogues: dict[str, tuple[Op, ...]] = {}
-
 
 def call(
     a: Tensor,
@@ -30,8 +32,7 @@ def call(
 ) -> list[Tensor]:
     """Through the dispatcher; arguments as of ``reference.forward``."""
     ops = tuple(op for op, _ in steps)
-    text = repr(ops)
-    _epilogues[text] = ops
+    text = "\n".join([_text(op) for op in ops])
     given = [operand for _, operands in steps for operand in operands]
     tensors = [one for one in given if isinstance(one, Tensor)]
     numbers = [float(one) for one in given if not isinstance(one, Tensor)]
@@ -39,10 +40,41 @@ def call(
     return found
 
 
+def _text(op: Op) -> str:
+    """Class and fields of an op, in words that torch.compile can follow."""
+    fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}  # type: ignore[arg-type]
+    # An enum's str is the literal that its repr is not.
+    parts = [f"{n!r}: {(str(v) if isinstance(v, str) else v)!r}" for n, v in fields.items()]
+    return f"{type(op).__module__}:{type(op).__qualname__}:{{{', '.join(parts)}}}"
+
+
+@functools.cache
+def _ops(text: str) -> tuple[Op, ...]:
+    """The inverse, for a whole epilogue.
+
+    Raises:
+        UnsupportedError: an op's class cannot be imported.
+    """
+    found = []
+    for line in text.splitlines():
+        module, name, fields = line.split(":", 2)
+        kind: Any = importlib.import_module(module)
+        if "<locals>" in name:
+            raise UnsupportedError(
+                f"gemm: {name} of an epilogue is defined inside a function",
+                "torch.compile, CPU and meta tensors import an op by its name",
+                "define it at the top of a module",
+            )
+        for part in name.split("."):
+            kind = getattr(kind, part)
+        found.append(kind(**ast.literal_eval(fields)))
+    return tuple(found)
+
+
 def _steps(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Step]:
     """The epilogue with its operands again."""
     left, rest, found = list(tensors), list(numbers), []
-    for op in _epilogues[text]:
+    for op in _ops(text):
         operands = tuple(
             rest.pop(0) if what.kind == Kind.SCALAR else left.pop(0) for what in op.operands
         )
