@@ -84,12 +84,13 @@ def _steps(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> li
 
 def _checked(
     a: Tensor, b: Tensor, steps: list[Step], out_dtypes: Sequence[torch.dtype]
-) -> tuple[tuple[int, ...], int, int]:
+) -> tuple[tuple[int, ...], int]:
+    """The batch dimension of D, or none, and its rows."""
     m, n, _, batches = check.operands(a, b)
-    cols = check.steps(steps, m, n, batches, a.device)
+    check.steps(steps, m, n, batches, a.device)
     for dtype in out_dtypes:
         check.out_dtype(dtype)
-    return () if batches is None else (batches,), m, cols
+    return () if batches is None else (batches,), m
 
 
 def _forward_cpu(
@@ -130,11 +131,11 @@ def _forward_fake(
     concat: bool,
 ) -> list[Tensor]:
     steps = _steps(text, tensors, numbers)
-    batch, m, cols = _checked(a, b, steps, out_dtypes)
-    halved = launch.halved(tuple(op for op, _ in steps))
+    batch, m = _checked(a, b, steps, out_dtypes)
+    spec = launch.shape_of(tuple(op for op, _ in steps))
     return [
-        a.new_empty((*batch, m, cols if half else b.shape[-1]), dtype=dtype)
-        for half, dtype in zip(halved, out_dtypes, strict=True)
+        a.new_empty((*batch, m, spec.cols(i, b.shape[-1])), dtype=dtype)
+        for i, dtype in enumerate(out_dtypes)
     ]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
-from quack_core.gemm.epilogue import Kind, Op, halves
+from quack_core.gemm.epilogue import Kind, Op, doubles, halves
 
 HALF = (torch.bfloat16, torch.float16)
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -75,11 +75,13 @@ def steps(
         DTypeError, ShapeError, DeviceError: name op, operand, what was found and is needed.
     """
     try:
-        gated = halves(tuple(op for op, _ in given))
+        ops = tuple(op for op, _ in given)
+        gated, doubled = halves(ops), doubles(ops)
     except ValueError as error:
         raise ShapeError(f"gemm: {error}") from None
-    if gated and n % 16:
-        raise ShapeError(f"gemm: b.shape[-1] is {n}: pairs of columns need a multiple of 16")
+    needed = 16 if gated else 8 if doubled else 1
+    if n % needed:
+        raise ShapeError(f"gemm: b.shape[-1] is {n}: with pairs it must be a multiple of {needed}")
     cols = n
     for op, tensors in given:
         name = type(op).__name__
@@ -89,7 +91,7 @@ def steps(
             )
         for tensor, what in zip(tensors, op.operands, strict=True):
             _operand(f"gemm: {what.name} of {name}", tensor, what, m, cols, batches, device)
-        cols = cols // 2 if op.pairs else cols
+        cols = cols // 2 if op.pairs else cols * 2 if op.splits else cols
     return cols
 
 
@@ -117,6 +119,7 @@ def _operand(
         Kind.ROW: (n,),
         Kind.COLUMN: (m,),
         Kind.TILE: (m, n),
+        Kind.PAIRS: (m, 2 * n),
     }[what.kind]
     if what.batched:
         if batches is None:

@@ -87,7 +87,7 @@ def _all(spec: GemmSpec) -> Iterator[GemmConfig]:
                 if promoted and tile_m * tile_n > 128 * 192 * (1 if not pingpong else 0.5):
                     continue
                 yield GemmConfig(tile_m, tile_n, cluster_m, cluster_n, pingpong)
-    if not spec.gated:
+    if not (spec.gated or spec.doubled):
         for tile_n in (16, 32, 64, 96, 128):  # rows of a as columns
             for tile_m in (64, 128):
                 for cluster_m in (1, 2):

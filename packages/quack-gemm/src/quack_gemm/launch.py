@@ -36,26 +36,21 @@ def forward(
 ) -> list[Tensor]:
     """As `reference.forward`, on CUDA tensors; D goes to ``out`` if that is given."""
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
-    batched = a.dim() == 3 or b.dim() == 3
-    batches = max(x.shape[0] for x in (a, b) if x.dim() == 3) if batched else 1
-    halves = halved(tuple(op for op, _ in steps))
+    batch = batch_of(a, b)
+    ops = tuple(op for op, _ in steps)
+    spec = shape_of(ops)
     outputs = [
-        out
-        if out is not None and i == 0
-        else _empty(a, batches if batched else None, m, cols, dtype)
-        for i, (dtype, cols) in enumerate(
-            zip(out_dtypes, (n // 2 if half else n for half in halves), strict=True)
-        )
+        out if out is not None and i == 0 else _empty(a, (*batch, m, spec.cols(i, n)), dtype)
+        for i, dtype in enumerate(out_dtypes)
     ]
-    if m == 0 or n == 0 or batches == 0:
+    if 0 in (m, n, *batch):
         return outputs
     if k == 0:  # nothing to multiply
         found = reference.forward(a, b, steps, out_dtypes, concat)
         return [target.copy_(source) for target, source in zip(outputs, found, strict=True)]
-    ops = tuple(op for op, _ in steps)
     index = a.get_device()
     key = (
-        m, n, k, batches, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
+        m, n, k, batch, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
         ops, concat, config, index,
     )  # fmt: skip
     launch = _launchers.get(key)
@@ -69,17 +64,24 @@ def forward(
 
 
 @functools.cache
-def halved(ops: tuple[Op, ...]) -> tuple[bool, ...]:
-    """Which outputs have half as many columns as B."""
-    return GemmSpec("bfloat16", "bfloat16", "bfloat16", epilogue=ops).halved
+def shape_of(ops: tuple[Op, ...]) -> GemmSpec:
+    """A spec with these ops: how many columns each output has."""
+    return GemmSpec("bfloat16", "bfloat16", "bfloat16", epilogue=ops)
 
 
-def _empty(like: Tensor, batches: int | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
+def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The batch dimension of D, or none."""
+    sizes = [x.shape[0] for x in (a, b) if x.dim() == 3]
+    if not sizes:
+        return ()
+    return (0,) if 0 in sizes else (max(sizes),)
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """(M, N) or (L, M, N), whose rows begin at multiples of 16 bytes."""
-    step = PAD // dtype.itemsize
+    n, step = shape[-1], PAD // dtype.itemsize
     padded = -(-n // step) * step
-    shape = (m, padded) if batches is None else (batches, m, padded)
-    found = torch.empty(shape, dtype=dtype, device=like.device)
+    found = torch.empty((*shape[:-1], padded), dtype=dtype, device=like.device)
     return found if padded == n else found[..., :n]
 
 
