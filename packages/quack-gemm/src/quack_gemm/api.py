@@ -82,9 +82,21 @@ def gemm(
     if out is not None:
         check.output(out, (m, cols) if batches is None else (batches, m, cols), out_dtype, a.device)
         return _into(a, b, steps, dtypes, out, config)
-    if a.is_cuda and torch_op.eager(a, b, c, bias) and not _needs_gradient(a, b, steps):
-        return launch.forward(a, b, steps, dtypes, config=config)[0]
-    return autograd.call(a, b, steps, dtypes, False)[0]
+    return compute(a, b, steps, dtypes, config=config)[0]
+
+
+def compute(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    dtypes: Sequence[torch.dtype],
+    concat: bool = False,
+    config: GemmConfig | None = None,
+) -> list[Tensor]:
+    """All outputs of operands that have been checked; arguments as of ``reference.forward``."""
+    if a.is_cuda and torch_op.eager(a, b) and not _needs_gradient(a, b, steps):
+        return launch.forward(a, b, steps, dtypes, concat, config=config)
+    return autograd.call(a, b, steps, dtypes, concat)
 
 
 def _steps(

@@ -30,30 +30,35 @@ def forward(
     """
     kind = torch.float64 if a.dtype == torch.float64 else torch.float32
     x = torch.matmul(a.to(kind), b.to(kind))
-    if concat:
+    turned = concat and any(op.pairs for op, _ in steps)  # ops want pairs side by side
+    if turned:
         x = _interleaved(x)
-    copies = []
+    outputs = []
     for op, operands in steps:
         given = [
-            _broadcast(operand, what.kind, kind, concat)
+            _broadcast(operand, what.kind, kind, turned, concat)
             for operand, what in zip(operands, op.operands, strict=True)
         ]
         x = op.reference(x, *given)
+        turned = (turned or (concat and op.splits)) and not op.pairs
         if op.aux:
-            copies.append(_separate(x) if concat and x.shape[-1] == b.shape[-1] else x)
-    return [found.to(dtype) for found, dtype in zip((x, *copies), out_dtypes, strict=True)]
+            outputs.append(_separate(x) if turned else x)
+    outputs.insert(0, _separate(x) if turned else x)
+    return [found.to(dtype) for found, dtype in zip(outputs, out_dtypes, strict=True)]
 
 
-def _broadcast(operand: Any, what: Kind, kind: torch.dtype, concat: bool) -> Any:
+def _broadcast(operand: Any, what: Kind, kind: torch.dtype, turned: bool, concat: bool) -> Any:
     """An operand so that it broadcasts against D."""
     if what == Kind.SCALAR:
         return operand
     value = operand.to(kind)
     if what == Kind.ROW:
         value = value.unsqueeze(-2)
-        return _interleaved(value) if concat else value
+        return _interleaved(value) if turned else value
     if what == Kind.COLUMN:
         return value.unsqueeze(-1)
+    if what == Kind.PAIRS and concat:
+        return _interleaved(value)
     return value
 
 
