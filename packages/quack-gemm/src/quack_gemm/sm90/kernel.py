@@ -22,7 +22,7 @@ from quack_core.jit.compile import symbolic, to_cute
 from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 from quack_core.reduction.tiling import WARP
 
-from ..config import ATOM_M, WARPGROUP, GemmConfig
+from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
 from . import views
 
@@ -51,6 +51,7 @@ class GemmSm90:
         self.shape = (config.cluster_m, config.cluster_n)
         self.operands = epi.operands(spec.epilogue)
         self.promoted = dtypes.width(spec.a) == 8
+        self.parts = PARTS if self.promoted else 1  # of a tile's columns, in an instruction
 
     @cute.jit
     def __call__(
@@ -78,7 +79,7 @@ class GemmSm90:
             self._paired_columns(outs[i]) if spec.paired[i] else outs[i] for i in range(len(outs))
         ]
 
-        mma = self._mma(a_major, b_major, config.sharing)
+        mma = self._mma(a_major, b_major, config.sharing, self.parts)
         tile = (config.tile_m, config.tile_n, self.tile_k)
         a_smem = sm90.make_smem_layout_a(a_major, tile, self.a_dtype, self.stages)
         b_smem = sm90.make_smem_layout_b(b_major, tile, self.b_dtype, self.stages)
@@ -97,7 +98,7 @@ class GemmSm90:
         clusters = cutlass.min(tile_order.total * config.split_k, max_clusters)
         self.kernel(
             mma,
-            self._mma(a_major, b_major, 1),
+            self._mma(a_major, b_major, 1, 1),
             (load_a, cA, a_smem),
             (load_b, cB, b_smem),
             tuple((*pair, smem) for pair, smem in zip(stores, d_smem, strict=True)),
@@ -133,8 +134,11 @@ class GemmSm90:
         """(M, N, L) with the columns in the order in which tiles have them."""
         return views.transposed(views.paired(views.transposed(out), self.spec.concat))
 
-    def _mma(self, a_major: LayoutEnum, b_major: LayoutEnum, groups: int) -> cute.TiledMma:
-        """The matrix instruction of so many warpgroups, one below the other."""
+    def _mma(
+        self, a_major: LayoutEnum, b_major: LayoutEnum, groups: int, parts: int
+    ) -> cute.TiledMma:
+        """The matrix instruction of so many warpgroups, one below the other, for a part of the
+        columns."""
         return sm90.make_trivial_tiled_mma(
             self.a_dtype,
             self.b_dtype,
@@ -142,7 +146,7 @@ class GemmSm90:
             b_major.sm90_mma_major_mode(),
             Float32,
             (groups, 1, 1),
-            tiler_mn=(ATOM_M, self.config.tile_n),
+            tiler_mn=(ATOM_M, self.config.tile_n // parts),
         )
 
     @cute.kernel
@@ -274,6 +278,11 @@ class GemmSm90:
         row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
         return row, col, matrix, first, count
 
+    def _part(self, thr_mma) -> tuple:
+        """Shape of a thread's sums of a part of the columns."""
+        config = self.config
+        return thr_mma.partition_shape_C((config.tile_m, config.tile_n // self.parts))
+
     # --- the warp that loads
 
     @cute.jit
@@ -323,7 +332,7 @@ class GemmSm90:
         rB = mma.make_fragment_B(thr_mma.partition_B(sB))
         shape = thr_mma.partition_shape_C((config.tile_m, config.tile_n))
         sums = cute.make_rmem_tensor(shape, Float32)
-        part = cute.make_rmem_tensor(shape, Float32) if const_expr(self.promoted) else None
+        parts = [cute.make_rmem_tensor(self._part(thr_mma), Float32) for _ in range(self.parts)]
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         phase, total = barrier.full_phase(), tile_order.total * config.split_k
         tiles = (total - work + step - 1) // step
@@ -341,7 +350,17 @@ class GemmSm90:
                 barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
             if const_expr(self.promoted):
                 phase = ring.multiply_promoted(
-                    mma, sums, part, rA, rB, barriers, phase, count, self.stages, self.shape, at
+                    mma,
+                    sums,
+                    tuple(parts),
+                    rA,
+                    rB,
+                    barriers,
+                    phase,
+                    count,
+                    self.stages,
+                    self.shape,
+                    at,
                 )
             else:
                 phase = ring.multiply(
