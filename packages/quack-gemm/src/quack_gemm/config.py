@@ -41,6 +41,8 @@ class GemmConfig:
         stages: parts of K under way; 0: as many as fit.
         swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
         split_k: CTAs that have parts of a tile's K; the last one to come adds their sums in order.
+        prefetch: B is loaded while the kernel before this one on the stream ends, which must not write
+            B, and the kernel behind may start early as well.
     """
 
     tile_m: int = 128
@@ -52,6 +54,7 @@ class GemmConfig:
     stages: int = 0
     swap: bool = False
     split_k: int = 1
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128, 192, 256):

@@ -113,6 +113,7 @@ class GemmSm90:
             cluster=[config.cluster_m, config.cluster_n, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=config.prefetch,
         )
 
     def _matrices(self, a, b, outputs, operands) -> tuple:
@@ -193,6 +194,8 @@ class GemmSm90:
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], *(s[0] for s in stores)))
         self._sync_all()
+        if const_expr(config.prefetch):
+            cute.arch.griddepcontrol_launch_dependents()
 
         # --- roles
         clusters = cute.arch.grid_dim()[2]
@@ -288,18 +291,36 @@ class GemmSm90:
     @cute.jit
     def _load(self, a, b, barriers, sizes, tile_order, at: Cluster, work: Int32, step: Int32):
         """Fill stages, tile after tile."""
-        batches = (self.spec.b_batched, self.spec.a_batched)
-        a_batched, b_batched = batches if self.config.swap else reversed(batches)
         num_bytes = const_expr(self.config.stage_bytes(self.spec))
-        phase = barrier.empty_phase()
+        phase, ahead = barrier.empty_phase(), Int32(0)
+        if const_expr(self.config.prefetch):
+            ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes[2]))
+            phase = ring.skip(phase, ahead, self.stages)
         while work < tile_order.total * self.config.split_k:
             row, col, matrix, first, count = self._locate(tile_order, work, at, sizes[2])
-            of_a = matrix if const_expr(a_batched) else Int32(0)
-            of_b = matrix if const_expr(b_batched) else Int32(0)
-            for k in cutlass.range(first, first + count, unroll=1):
+            of_a, of_b = self._matrices_of(matrix)
+            for k in cutlass.range(first + ahead, first + count, unroll=1):
                 ring.fill(barriers, phase, a, b, (row, k, of_a), (col, k, of_b), num_bytes)
                 phase = barrier.next_phase(phase, self.stages)
+            ahead = Int32(0)
             work += step
+
+    def _matrices_of(self, matrix: Int32) -> tuple[Int32, Int32]:
+        """Which matrix of each operand belongs to one of D's."""
+        batched = (self.spec.a_batched, self.spec.b_batched)
+        first, second = reversed(batched) if self.config.swap else batched
+        return matrix if first else Int32(0), matrix if second else Int32(0)
+
+    def _fill_ahead(self, a, b, barriers, tile) -> Int32:
+        """Begin with B while the kernel before this one ends; how many stages that is."""
+        row, col, matrix, first, count = tile
+        of_a, of_b = self._matrices_of(matrix)
+        both = ((a, (row, of_a)), (b, (col, of_b)))
+        (late, at_late), (early, at_early) = reversed(both) if self.config.swap else both
+        ahead = cutlass.min(count, self.stages)
+        num_bytes = self.config.stage_bytes(self.spec)
+        ring.fill_ahead(barriers, early, late, at_early, at_late, first, ahead, num_bytes)
+        return ahead
 
     # --- the warpgroups that multiply
 
@@ -334,6 +355,8 @@ class GemmSm90:
         sums = cute.make_rmem_tensor(shape, Float32)
         parts = [cute.make_rmem_tensor(self._part(thr_mma), Float32) for _ in range(self.parts)]
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        if const_expr(config.prefetch):  # operands of the epilogue, and D, are the kernel before's
+            cute.arch.griddepcontrol_wait()
         phase, total = barrier.full_phase(), tile_order.total * config.split_k
         tiles = (total - work + step - 1) // step
         if const_expr(config.pingpong):

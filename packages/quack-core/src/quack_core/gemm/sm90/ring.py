@@ -85,6 +85,40 @@ def fill(
 
 
 @cute.jit
+def fill_ahead(
+    ring: Ring,
+    early: tma.Tiles,
+    late: tma.Tiles,
+    at_early: tuple[Int32, Int32],
+    at_late: tuple[Int32, Int32],
+    first: Int32,
+    count: Int32,
+    num_bytes: cutlass.Constexpr[int],
+) -> None:
+    """Start loading the first stages: one operand at once, the other one when the kernel before this
+    one has ended.
+
+    Threads: all lanes of one warp.
+
+    Args:
+        early: of the operand that the kernel before does not write.
+        at_early, at_late: row or column of the tile, and matrix.
+        first: step along K.
+        count: stages, at most as many as there are.
+
+    Source: PTX ISA, griddepcontrol.wait.
+    """
+    for i in cutlass.range(count, unroll=1):
+        stage = Int32(i)
+        barrier.expect_bytes(ring.full, Phase(stage, Int32(0)), Int32(num_bytes))
+        tma.load_tile(early, (at_early[0], first + i, at_early[1]), stage, ring.full + stage)
+    cute.arch.griddepcontrol_wait()
+    for i in cutlass.range(count, unroll=1):
+        stage = Int32(i)
+        tma.load_tile(late, (at_late[0], first + i, at_late[1]), stage, ring.full + stage)
+
+
+@cute.jit
 def multiply(
     mma: cute.TiledMma,
     sums: cute.Tensor,
@@ -163,7 +197,8 @@ def multiply_promoted(
             if const_expr(c == len(parts) - 1):
                 release(ring, phase, shape, at)
             for i in cutlass.range_constexpr(size):
-                sums[c * size + i] = sums[c * size + i] + parts[c][i]
+                total: Any = sums[c * size + i]
+                sums[c * size + i] = total + parts[c][i]
         phase = barrier.next_phase(phase, stages)
     return phase
 
