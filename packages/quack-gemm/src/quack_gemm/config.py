@@ -189,6 +189,12 @@ class GemmConfig:
         """
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
+        blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load
+        if spec.gated and blocks % self.cluster_m and self.cluster_m % blocks:
+            raise ValueError(
+                f"{self}: {self.cluster_m} CTAs cannot share {blocks} blocks of 16 columns of pairs; "
+                "take another tile_n or cluster_m"
+            )
         if self.smem_bytes(spec) > SMEM_BYTES or self.depth(spec) < 2:
             raise ValueError(
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
