@@ -62,11 +62,9 @@ def test_operands_are_numbered_over_all_ops():
         return 1000.0 * (which + 1) + i
 
     ops = (Plus(("a", "b")), Times(2.0), Plus(("c",)))
-    (number, found), = visit.outputs(ops, SUMS, operand)
+    ((number, found),) = visit.outputs(ops, SUMS, operand)
     assert number == 0
-    assert found == [
-        2 * (x + 1000 + i + 2 * (2000 + i)) + 3000 + i for i, x in enumerate(SUMS)
-    ]
+    assert found == [2 * (x + 1000 + i + 2 * (2000 + i)) + 3000 + i for i, x in enumerate(SUMS)]
     assert sorted(set(asked)) == [(which, i) for which in range(3) for i in range(len(SUMS))]
     assert [one.name for one in epi.operands(ops)] == ["a", "b", "c"]
 
@@ -90,13 +88,17 @@ def test_pairs_are_sums_of_neighbouring_blocks_of_eight_columns():
 
 def test_operands_behind_pairs_are_those_of_columns_of_d():
     ops = (Plus(("before",)), Pair(), Plus(("behind",)))
-    (_, found), = visit.outputs(ops, SUMS, lambda which, i: 0.0 if which == 0 else float(i))
-    assert found == [100 * g + u + n for n, (g, u) in enumerate(zip(
-        SUMS[0:4] + SUMS[8:12], SUMS[4:8] + SUMS[12:16], strict=True))]
+    ((_, found),) = visit.outputs(ops, SUMS, lambda which, i: 0.0 if which == 0 else float(i))
+    assert found == [
+        100 * g + u + n
+        for n, (g, u) in enumerate(
+            zip(SUMS[0:4] + SUMS[8:12], SUMS[4:8] + SUMS[12:16], strict=True)
+        )
+    ]
 
 
 def test_a_gate_takes_the_gate_first():
-    (_, found), = visit.outputs((Gate("identity"), Times(1.0)), [1.0] * 4 + [5.0] * 4, never)
+    ((_, found),) = visit.outputs((Gate("identity"), Times(1.0)), [1.0] * 4 + [5.0] * 4, never)
     assert found == [5.0] * 4
     with pytest.raises(ValueError, match="2 ops of an epilogue take pairs"):
         epi.halves((Pair(), Gate("silu")))
