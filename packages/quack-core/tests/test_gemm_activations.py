@@ -50,7 +50,7 @@ POINTS = [-7.5, -4.0, -3.0, -1.5, -1.0, -0.3, -1e-3, 0.0, 1e-3, 0.3, 1.0, 1.5, 3
 
 
 def test_kg12_all_tables_have_the_same_activations():
-    assert tuple(activation.FUNCTIONS) and set(activation.FUNCTIONS) == set(ACTIVATIONS)
+    assert set(activation.FUNCTIONS) == set(activation.DERIVATIVES) == set(ACTIVATIONS)
     assert set(FORMULAS) == set(ACTIVATIONS)
     for name in ACTIVATIONS:
         activations.reference(name, torch.zeros(1))
@@ -122,8 +122,12 @@ ON_HOST = tuple(name for name in ACTIVATIONS if name != "gelu")  # erf exists on
 
 @pytest.fixture(scope="module")
 def on_host():
-    """``{name: values at ARGUMENTS}``, evaluated by one process, with an exact reciprocal."""
-    requests = [("activation", name, ARGUMENTS.tolist()) for name in ON_HOST]
+    """``{name: values at ARGUMENTS}``, evaluated by one process, with an exact reciprocal.
+
+    Those of a derivative are ``(name, "derivative")``.
+    """
+    cases = [("activation", name) for name in ON_HOST] + [("derivative", name) for name in ON_HOST]
+    requests = [(*case, ARGUMENTS.tolist()) for case in cases]
     path = os.pathsep.join([str(PROBE), *filter(None, sys.path)])
     result = subprocess.run(
         [sys.executable, "-m", "quack_device_probe.host"],
@@ -136,7 +140,8 @@ def on_host():
     )
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout)
-    return {name: np.array(rows) for name, rows in zip(ON_HOST, found, strict=True)}
+    keys = [*ON_HOST, *((name, "derivative") for name in ON_HOST)]
+    return {key: np.array(rows) for key, rows in zip(keys, found, strict=True)}
 
 
 def exact(name):
@@ -192,6 +197,16 @@ def test_special_values_are_those_of_torch(on_host, name, value):
     (expected,) = activations.reference(name, torch.tensor([value])).tolist()
     index = len(ARGUMENTS) - len(SPECIAL) + SPECIAL.index(value)
     np.testing.assert_equal(on_host[name][index], expected)
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_kg12_derivatives_of_kernels(on_host, name):
+    """Where a term with x is subtracted, the error is one of the largest term."""
+    near = np.abs(ARGUMENTS) < 60
+    x = ARGUMENTS[near].astype(np.float64)
+    expected = activations.derivative(name, torch.from_numpy(x)).numpy()
+    error = np.abs(on_host[name, "derivative"][near] - expected)
+    assert (error <= (8 + 2 * np.abs(x)) * EPS * np.maximum(np.abs(expected), 0.1)).all()
 
 
 def ulps(values, count):

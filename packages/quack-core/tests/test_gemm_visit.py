@@ -100,5 +100,5 @@ def test_operands_behind_pairs_are_those_of_columns_of_d():
 def test_a_gate_takes_the_gate_first():
     ((_, found),) = visit.outputs((Gate("identity"), Times(1.0)), [1.0] * 4 + [5.0] * 4, never)
     assert found == [5.0] * 4
-    with pytest.raises(ValueError, match="2 ops of an epilogue take pairs"):
+    with pytest.raises(ValueError, match="2 ops of an epilogue take or give pairs"):
         epi.halves((Pair(), Gate("silu")))

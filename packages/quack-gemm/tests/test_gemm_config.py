@@ -48,8 +48,8 @@ def test_invariants_of_all_configs(name):
         assert config.pieces(spec) % config.buffers(spec) == 0  # a tile begins with buffer 0
         cols = config.piece_cols(spec)
         assert config.tile_n % cols == 0
-        for halved in spec.halved:
-            assert cols // (1 + halved) in (16, 32, 64, 128)  # whole stmatrix
+        for i in range(len(spec.outputs)):
+            assert spec.cols(i, cols) in (16, 32, 64, 128)  # whole stmatrix
         assert config.smem_bytes(spec) <= SMEM_BYTES
         assert config.stage_bytes(spec) < 2**20  # what an mbarrier counts
         assert WARPGROUP * (1 + config.groups) <= 512

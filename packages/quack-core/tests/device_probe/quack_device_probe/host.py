@@ -23,6 +23,7 @@ REDUCTIONS = {
     "compensated": reduce.ONLINE_SOFTMAX_COMPENSATED,
     "moments": reduce.moments(even=False),
 }
+TABLES = {"activation": activation.FUNCTIONS, "derivative": activation.DERIVATIVES}
 ABSENT = 1e30
 """Stands for a value beyond the end of a row, which must not count."""
 
@@ -94,10 +95,13 @@ def skipped(out: cute.Tensor, count: Int32, stages: cutlass.Constexpr[int]):
 
 
 @cute.jit
-def activate(x: cute.Tensor, out: cute.Tensor, name: cutlass.Constexpr[str]):
-    """An activation of each number: (count,) to (count,)."""
+def activate(
+    x: cute.Tensor, out: cute.Tensor, function: cutlass.Constexpr[str], name: cutlass.Constexpr[str]
+):
+    """An activation or its derivative of each number: (count,) to (count,)."""
+    table = cutlass.const_expr(TABLES[function])
     for i in range(x.shape[0]):
-        out[i] = activation.FUNCTIONS[name](x[i])
+        out[i] = table[name](x[i])
 
 
 def evaluate(function: str, name: str, rows: list) -> list:
@@ -112,9 +116,9 @@ def evaluate(function: str, name: str, rows: list) -> list:
         skipped(from_dlpack(found).mark_layout_dynamic(), Int32(int(count)), int(stages))
         return found.tolist()
     values = np.array(rows, np.float32)
-    if function == "activation":
+    if function in TABLES:
         found = np.zeros_like(values)
-        activate(*(from_dlpack(a).mark_layout_dynamic() for a in (values, found)), name)
+        activate(*(from_dlpack(a).mark_layout_dynamic() for a in (values, found)), function, name)
         return found.tolist()
     found = np.zeros((len(rows), REDUCTIONS[name].width), np.float32)
     arguments = (from_dlpack(array).mark_layout_dynamic() for array in (values, found))
