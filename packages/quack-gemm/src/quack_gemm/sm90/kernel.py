@@ -1,8 +1,5 @@
 """The GEMM of Hopper: a persistent kernel whose warpgroups have roles."""
 
-import functools
-from typing import Any
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -13,25 +10,21 @@ from cutlass.tensor_utils import LayoutEnum
 
 from quack_core import dtypes
 from quack_core.device import barrier, tma
-from quack_core.gemm import epilogue as epi
 from quack_core.gemm import order
 from quack_core.gemm.epilogue import Kind
-from quack_core.gemm.sm90 import fragment, ring, rows, split, store, visit
+from quack_core.gemm.sm90 import ring, split, store
 from quack_core.gemm.sm90.ring import Cluster
 from quack_core.gemm.sm90.store import Form
-from quack_core.jit.compile import symbolic, to_cute
-from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 from quack_core.reduction.tiling import WARP
 
 from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
 from . import views
+from .finish import STORE, Ends, Place, Sizes, TileEpilogue, Worker
+from .signature import arguments
 
-ALIGN = 16
-"""Bytes that TMA wants addresses and strides to be multiples of."""
-SWAPPED = {Kind.ROW: Kind.COLUMN, Kind.COLUMN: Kind.ROW}
-STORE, TURN = 1, 4
-"""First of the named barriers of warpgroups: where they write a part of D; whose turn it is."""
+TURN = 4
+"""First of the named barriers that say which of two warpgroups may multiply."""
 
 
 class GemmSm90:
@@ -48,9 +41,8 @@ class GemmSm90:
         config.check(spec)
         self.spec, self.config = spec, config
         self.stages, self.tile_k = config.depth(spec), config.tile_k(spec)
-        self.cols, self.buffers = config.piece_cols(spec), config.buffers(spec)
+        self.epilogue = TileEpilogue(spec, config)
         self.shape = (config.cluster_m, config.cluster_n)
-        self.operands = epi.operands(spec.epilogue)
         self.promoted = dtypes.width(spec.a) == 8
         self.parts = PARTS if self.promoted else 1  # of a tile's columns, in an instruction
 
@@ -85,7 +77,7 @@ class GemmSm90:
         b_smem = sm90.make_smem_layout_b(b_major, tile, self.b_dtype, self.stages)
         load_a, cA = tma.load_atom(mA, a_smem, (tile[0], tile[2]), config.cluster_n)
         load_b, cB = tma.load_atom(mB, b_smem, (tile[1], tile[2]), config.cluster_m)
-        buffers = self.buffers * config.groups
+        buffers = config.buffers(spec) * config.groups
         d_smem = [
             store.smem_layout(self.out_dtypes[i], self.majors[i], self._piece(i)[1], buffers)
             for i in range(len(outs))
@@ -103,11 +95,10 @@ class GemmSm90:
             (load_b, cB, b_smem),
             tuple((*pair, smem) for pair, smem in zip(stores, d_smem, strict=True)),
             tuple(tiles),
-            (rows_cols[0], n, cute.ceil_div(k, self.tile_k)),
+            Sizes(rows_cols[0], n, cute.ceil_div(k, self.tile_k)),
             tile_order,
             reduced,
-            parts,
-            counters,
+            (parts, counters),
         ).launch(
             grid=[config.cluster_m, config.cluster_n, clusters],
             block=[config.num_threads, 1, 1],
@@ -122,12 +113,12 @@ class GemmSm90:
         mA, mB = views.matrices(a), views.transposed(views.matrices(b))
         outs = [views.matrices(out) for out in outputs]
         given = list(operands) if operands is not None else []
-        for i, one in enumerate(self.operands):
+        for i, one in enumerate(self.epilogue.operands):
             if one.kind in (Kind.TILE, Kind.PAIRS):
                 given[i] = views.matrices(given[i])
         if self.config.swap:
             mA, mB, outs = mB, mA, [views.transposed(out) for out in outs]
-            for i, one in enumerate(self.operands):
+            for i, one in enumerate(self.epilogue.operands):
                 if one.kind in (Kind.TILE, Kind.PAIRS):
                     given[i] = views.transposed(given[i])
         return mA, mB, outs, given
@@ -162,11 +153,10 @@ class GemmSm90:
         load_b,
         stores,
         operands,
-        sizes,
-        tile_order,
+        sizes: Sizes,
+        tile_order: order.Order,
         reduced,
-        parts,
-        counters,
+        scratch,
     ):
         # --- coordinates
         config = self.config
@@ -184,13 +174,9 @@ class GemmSm90:
         sA = self._stages(smem, self.a_dtype, load_a[2])
         sB = self._stages(smem, self.b_dtype, load_b[2])
         sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
-        num_rows = const_expr(sum(self._kind(o) == Kind.ROW for o in self.operands))
-        layout = cute.make_layout((config.tile_n, max(1, num_rows), config.groups))
-        shared_rows = None
-        if const_expr(num_rows):
-            shared_rows = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-
-        answer = smem.allocate_tensor(Int32, cute.make_layout(config.groups), byte_alignment=16)
+        shared_rows, answer = self._rows(smem), None
+        if const_expr(config.split_k > 1):
+            answer = smem.allocate_tensor(Int32, cute.make_layout(config.groups), byte_alignment=16)
 
         # --- barriers
         sharers = const_expr(config.cluster_m + config.cluster_n - 1)
@@ -223,22 +209,21 @@ class GemmSm90:
                 )
                 for i in range(len(sinks))
             ]
+            ends = Ends(operands, shared_rows, outs, reduced)
+            who = Worker(group - 1, tid % WARPGROUP)
             self._compute(
                 mma,
                 sA,
                 sB,
-                outs,
-                operands,
-                shared_rows,
+                ends,
                 barriers,
                 sizes,
                 tile_order,
-                (parts, counters, answer, reduced),
+                (*scratch, answer),
                 at,
                 work,
                 clusters,
-                group - 1,
-                tid % WARPGROUP,
+                who,
             )
         if const_expr(config.cluster > 1):  # no CTA leaves while another one signals it
             cute.arch.cluster_arrive()
@@ -248,15 +233,18 @@ class GemmSm90:
         """Room for stages of a swizzled layout."""
         return smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
 
+    def _rows(self, smem) -> cute.Tensor | None:
+        """Room for row operands of a tile, for each warpgroup."""
+        shape = (self.config.tile_n, self.epilogue.num_rows, self.config.groups)
+        if not self.epilogue.num_rows:
+            return None
+        return smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+
     def _piece(self, i: int) -> tuple[int, int]:
         """Rows and columns of sink i that a warpgroup stores at a time."""
         which, form = self.spec.sinks[i]
-        cols = self.spec.cols(which, self.cols)
+        cols = self.spec.cols(which, self.epilogue.cols)
         return ATOM_M, cols // 2 if form in (Form.GATES, Form.UPS) else cols
-
-    def _kind(self, operand: epi.Operand) -> Kind:
-        """What it is for the product that the kernel computes."""
-        return SWAPPED.get(operand.kind, operand.kind) if self.config.swap else operand.kind
 
     @cute.jit
     def _sync_all(self):
@@ -277,16 +265,15 @@ class GemmSm90:
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, (*at, 0), mode)
 
     @cute.jit
-    def _locate(self, tile_order, work: Int32, at: Cluster, steps: Int32):
-        """Row and column of this CTA's tile, in tiles, and the matrix of the batch; first step along
-        K, and how many."""
-        first, count = Int32(0), steps
+    def _locate(self, tile_order, work: Int32, at: Cluster, sizes: Sizes):
+        """This CTA's tile; first step along K, and how many."""
+        first, count = Int32(0), sizes.steps
         if const_expr(self.config.split_k > 1):
-            first, count = split.part(work % self.config.split_k, self.config.split_k, steps)
+            first, count = split.part(work % self.config.split_k, self.config.split_k, sizes.steps)
         tile = work // self.config.split_k
         row, col, matrix = order.locate(tile_order, tile, self.config.group)
         row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
-        return row, col, matrix, first, count
+        return Place(row, col, matrix), first, count
 
     def _part(self, thr_mma) -> tuple:
         """Shape of a thread's sums of a part of the columns."""
@@ -296,18 +283,21 @@ class GemmSm90:
     # --- the warp that loads
 
     @cute.jit
-    def _load(self, a, b, barriers, sizes, tile_order, at: Cluster, work: Int32, step: Int32):
+    def _load(
+        self, a, b, barriers, sizes: Sizes, tile_order, at: Cluster, work: Int32, step: Int32
+    ):
         """Fill stages, tile after tile."""
         num_bytes = const_expr(self.config.stage_bytes(self.spec))
         phase, ahead = barrier.empty_phase(), Int32(0)
         if const_expr(self.config.prefetch):
-            ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes[2]))
+            ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes))
             phase = ring.skip(phase, ahead, self.stages)
         while work < tile_order.total * self.config.split_k:
-            row, col, matrix, first, count = self._locate(tile_order, work, at, sizes[2])
-            of_a, of_b = self._matrices_of(matrix)
+            tile, first, count = self._locate(tile_order, work, at, sizes)
+            of_a, of_b = self._matrices_of(tile.matrix)
             for k in cutlass.range(first + ahead, first + count, unroll=1):
-                ring.fill(barriers, phase, a, b, (row, k, of_a), (col, k, of_b), num_bytes)
+                at_a, at_b = (tile.row, k, of_a), (tile.col, k, of_b)
+                ring.fill(barriers, phase, a, b, at_a, at_b, num_bytes)
                 phase = barrier.next_phase(phase, self.stages)
             ahead = Int32(0)
             work += step
@@ -318,11 +308,11 @@ class GemmSm90:
         first, second = reversed(batched) if self.config.swap else batched
         return matrix if first else Int32(0), matrix if second else Int32(0)
 
-    def _fill_ahead(self, a, b, barriers, tile) -> Int32:
+    def _fill_ahead(self, a, b, barriers, located) -> Int32:
         """Begin with B while the kernel before this one ends; how many stages that is."""
-        row, col, matrix, first, count = tile
-        of_a, of_b = self._matrices_of(matrix)
-        both = ((a, (row, of_a)), (b, (col, of_b)))
+        tile, first, count = located
+        of_a, of_b = self._matrices_of(tile.matrix)
+        both = ((a, (tile.row, of_a)), (b, (tile.col, of_b)))
         (late, at_late), (early, at_early) = reversed(both) if self.config.swap else both
         ahead = cutlass.min(count, self.stages)
         num_bytes = self.config.stage_bytes(self.spec)
@@ -337,23 +327,20 @@ class GemmSm90:
         mma,
         sA,
         sB,
-        outs,
-        operands,
-        shared_rows,
+        ends: Ends,
         barriers,
-        sizes,
+        sizes: Sizes,
         tile_order,
         scratch,
         at: Cluster,
         work: Int32,
         step: Int32,
-        group: Int32,
-        thread: Int32,
+        who: Worker,
     ):
         """Multiply, apply the epilogue, store: tile after tile."""
         config = self.config
         leader = cute.make_layout(config.sharing, stride=WARPGROUP)(
-            Int32(0) if const_expr(config.pingpong) else group
+            Int32(0) if const_expr(config.pingpong) else who.group
         )
         thr_mma = mma.get_slice(leader)
         rA = mma.make_fragment_A(thr_mma.partition_A(sA))
@@ -365,295 +352,46 @@ class GemmSm90:
         if const_expr(config.prefetch):  # operands of the epilogue, and D, are the kernel before's
             cute.arch.griddepcontrol_wait()
         phase, total = barrier.full_phase(), tile_order.total * config.split_k
-        tiles = (total - work + step - 1) // step
+        tiles, turn = (total - work + step - 1) // step, None
         if const_expr(config.pingpong):
-            if group == 1:
-                phase = ring.skip(phase, sizes[2], self.stages)
+            turn = TURN + 1 - who.group  # the other one's
+            if who.group == 1:
+                phase = ring.skip(phase, sizes.steps, self.stages)
                 barrier.arrive_numbered(Int32(TURN), 2 * WARPGROUP)
-            work += group * step
+            work += who.group * step
             step = step * 2
         while work < total:
-            row, col, matrix, _, count = self._locate(tile_order, work, at, sizes[2])
-            held = self._fetch(operands, row, col, matrix, sizes, group, thread)
+            tile, _, count = self._locate(tile_order, work, at, sizes)
+            held = self.epilogue.fetch(ends.operands, tile, sizes, who)
             sums.fill(Float32(0.0))
             if const_expr(config.pingpong):
-                barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
-            turn = TURN + 1 - group if const_expr(config.pingpong) else None
+                barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
+            walk = (barriers, phase, count, self.stages, self.shape, at, turn)
             if const_expr(self.promoted):
-                phase = ring.multiply_promoted(
-                    mma,
-                    sums,
-                    tuple(parts),
-                    rA,
-                    rB,
-                    barriers,
-                    phase,
-                    count,
-                    self.stages,
-                    self.shape,
-                    at,
-                    turn,
-                )
+                phase = ring.multiply_promoted(mma, sums, tuple(parts), rA, rB, *walk)
             else:
-                phase = ring.multiply(
-                    mma, sums, rA, rB, barriers, phase, count, self.stages, self.shape, at, turn
-                )
+                phase = ring.multiply(mma, sums, rA, rB, *walk)
             if const_expr(config.pingpong):
                 phase = ring.skip(phase, count, self.stages)
             last = Boolean(True)
             if const_expr(config.split_k > 1):
-                last = self._collect(sums, scratch, work, at, group, thread)
+                last = self._collect(sums, scratch, work, at, who)
             if last:
-                self._finish(
-                    sums,
-                    outs,
-                    operands,
-                    held,
-                    shared_rows,
-                    scratch[3],
-                    row,
-                    col,
-                    matrix,
-                    sizes,
-                    group,
-                    thread,
-                )
+                self.epilogue.finish(sums, ends, held, tile, sizes, who)
             work += step
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
-            if group == tiles % 2:
-                barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
-        if thread < WARP:
+            if who.group == tiles % 2:
+                barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
+        if who.thread < WARP:
             tma.bulk_wait_read(0)
 
-    def _collect(self, sums, scratch, work: Int32, at: Cluster, group: Int32, thread: Int32):
+    def _collect(self, sums, scratch, work: Int32, at: Cluster, who: Worker) -> Boolean:
         """Whether this part of a tile's K is the last one that comes; then ``sums`` are all."""
-        parts, counters, answer, _ = scratch
         splits, cluster = self.config.split_k, self.config.cluster
         tile = work // splits * cluster + at.row + self.shape[0] * at.col
-        return split.collect(
-            sums,
-            parts,
-            counters,
-            answer,
-            tile,
-            work % splits,
-            splits,
-            self.config.sharing,
-            group,
-            STORE + group,
-            thread,
-        )
-
-    # --- the epilogue
-
-    def _first_row(self, row: Int32, i: int, group: Int32, thread: Int32) -> Int32:
-        """Of D, the row of the thread's first sum in its instruction i."""
-        inside = i * ATOM_M if self.config.pingpong else (i * self.config.sharing + group) * ATOM_M
-        return row * self.config.tile_m + inside + fragment.first_row(thread)
-
-    @cute.jit
-    def _fetch(self, operands, row, col, matrix, sizes, group: Int32, thread: Int32) -> list:
-        """Vectors and scalars of a tile, on their way while it is multiplied."""
-        held = []
-        for i in cutlass.range_constexpr(len(self.operands)):
-            kind, tensor = self._kind(self.operands[i]), operands[i]
-            if const_expr(kind == Kind.SCALAR):
-                held.append(Float32(tensor))
-            elif const_expr(kind == Kind.DEVICE_SCALAR):
-                held.append(Float32(tensor[0]))
-            elif const_expr(kind == Kind.ROW):
-                first = col * self.config.tile_n
-                held.append(
-                    fragment.fetch_row(
-                        tensor,
-                        first,
-                        sizes[1],
-                        matrix,
-                        thread,
-                        self.config.tile_n,
-                        functools.partial(self._natural, cols=sizes[1]),
-                    )
-                )
-            elif const_expr(kind == Kind.COLUMN):
-                held.append(
-                    [
-                        fragment.read_column(
-                            tensor, self._first_row(row, j, group, thread), sizes[0], matrix
-                        )
-                        for j in range(self.config.atoms)
-                    ]
-                )
-            else:
-                held.append(None)
-        return held
-
-    def _natural(self, col: Int32, cols: Int32) -> Int32:
-        return views.natural(col, cols, self.spec.concat) if self.spec.gated else col
-
-    @cute.jit
-    def _finish(
-        self,
-        sums,
-        outs,
-        operands,
-        held,
-        shared_rows,
-        reduced,
-        row,
-        col,
-        matrix,
-        sizes,
-        group,
-        thread,
-    ):
-        """Apply the epilogue to a tile and store it, part by part."""
-        config = self.config
-        if const_expr(shared_rows is not None):
-            barrier.sync_numbered(STORE + group, WARPGROUP)  # the tile before has been read
-            number = 0
-            for i in cutlass.range_constexpr(len(self.operands)):
-                if const_expr(self._kind(self.operands[i]) == Kind.ROW):
-                    fragment.share_row(held[i], shared_rows[None, number, group], thread)
-                    number += 1
-            barrier.sync_numbered(STORE + group, WARPGROUP)
-        per_piece = const_expr(fragment.sums_of(self.cols))
-        per_atom = const_expr(config.tile_n // self.cols)
-        names = const_expr(self.spec.reductions)
-        so_far = [rows.neutral(name) for name in names]
-        for p in cutlass.range_constexpr(config.pieces(self.spec)):
-            atom, inside = const_expr(p // per_atom), const_expr(p % per_atom)
-            first = (
-                self._first_row(row, atom, group, thread),
-                col * config.tile_n + inside * self.cols + fragment.first_col(thread),
-            )
-            given = self._given(
-                operands, held, shared_rows, first, atom, inside, matrix, group, thread
-            )
-            rows_before = row * config.tile_m // ATOM_M
-            below = Int32(atom) if const_expr(config.pingpong) else atom * config.sharing + group
-            place = (rows_before + below, col * per_atom + inside, matrix)
-            buffer = group * self.buffers + p % self.buffers
-            pending = const_expr(self.buffers * len(outs) - 1)
-            for which, values in visit.outputs(
-                self.spec.epilogue,
-                [sums[p * per_piece + i] for i in range(per_piece)],
-                functools.partial(_value, given),
-            ):
-                if const_expr(which < 0):
-                    i = const_expr(-which - 1)
-                    before = so_far[i] if inside else rows.neutral(names[i])
-                    so_far[i] = rows.add(names[i], before, values, first[1], sizes[1])
-                for out in [outs[i] for i, sink in enumerate(self.spec.sinks) if sink[0] == which]:
-                    store.store_piece(out, values, buffer, place, pending, STORE + group, thread)
-
-            if const_expr(inside == per_atom - 1):
-                for i in cutlass.range_constexpr(len(names)):
-                    rows.store(
-                        names[i],
-                        so_far[i],
-                        reduced[i],
-                        first[0],
-                        sizes[0],
-                        col,
-                        matrix,
-                        thread % WARP,
-                    )
-
-    def _given(
-        self, operands, held, shared_rows, first, atom, inside, matrix, group, thread
-    ) -> list:
-        """Each operand's values for a part, as ``_value`` takes them."""
-        given, number = [], 0
-        for i, operand in enumerate(self.operands):
-            kind = self._kind(operand)
-            if kind == Kind.ROW:
-                start = inside * self.cols + fragment.first_col(thread)
-                given.append(
-                    (kind, fragment.read_row(shared_rows[None, number, group], start, self.cols))
-                )
-                number += 1
-            elif kind == Kind.COLUMN:
-                given.append((kind, held[i][atom]))
-            elif kind == Kind.TILE:
-                found = fragment.read_tile(operands[i], first, matrix, self.cols)
-                given.append((kind, found.load().to(Float32)))
-            elif kind == Kind.PAIRS:
-                apart, step = (operands[i].shape[1] // 2, 1) if self.spec.concat else (1, 2)
-                found = fragment.read_pairs(operands[i], first, matrix, self.cols, apart, step)
-                given.append((kind, [half.load().to(Float32) for half in found]))
-            else:
-                given.append((kind, held[i]))
-        return given
-
-
-def _value(given: list[tuple], which: int, i: int) -> Float32:
-    """An operand's value for the thread's sum number i."""
-    kind, values = given[which]
-    row, col = fragment.place(i)
-    if kind == Kind.ROW:
-        return values[col]
-    if kind == Kind.COLUMN:
-        return values[row]
-    if kind == Kind.TILE:
-        return values[i]
-    if kind == Kind.PAIRS:
-        return values[0][i], values[1][i]
-    return values
-
-
-def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
-    """Symbolic operands of the launch function, all but the stream."""
-    batch, m, n, k = (sym_int() for _ in range(4))
-    cols = sym_int() if spec.gated or spec.doubled else n  # of D
-
-    def matrix(dtype: str, shape: tuple, major: str, batched: bool) -> Any:
-        element = to_cute(dtype)
-        per_16 = ALIGN * 8 // element.width
-        outer = sym_int64(divisibility=per_16)
-        stride = (outer, 1) if major == "row" else (1, outer)
-        if batched:
-            shape, stride = (batch, *shape), (sym_int64(divisibility=per_16), *stride)
-        return make_fake_tensor(element, shape, stride=stride, assumed_align=ALIGN)
-
-    def operand(one: epi.Operand) -> Any:
-        if one.kind == Kind.SCALAR:
-            return Float32(0)
-        element = to_cute(one.dtype)
-        align = element.width // 8
-        if one.kind in (Kind.TILE, Kind.PAIRS):
-            stride = (sym_int64(), 1)
-            shape = (m, {Kind.TILE: n, Kind.PAIRS: cols}[one.kind])
-            if one.batched:
-                shape, stride = (batch, *shape), (sym_int64(), *stride)
-            return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
-        shape = {Kind.ROW: (n,), Kind.COLUMN: (m,)}.get(one.kind, (1,))
-        stride = (1,)
-        if one.batched:
-            shape, stride = (batch, *shape), (sym_int64(), 1)
-        return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
-
-    outputs = tuple(
-        matrix(dtype, (m, n if ratio == (1, 1) else cols), spec.d_major, spec.batched)
-        for dtype, ratio in zip(spec.outputs, spec.ratios, strict=True)
-    )
-    return (
-        matrix(spec.a, (m, k), spec.a_major, spec.a_batched),
-        matrix(spec.b, (k, n), spec.b_major, spec.b_batched),
-        outputs,
-        tuple(operand(one) for one in epi.operands(spec.epilogue)) or None,
-        tuple(_partials(m, batch, spec) for _ in spec.reductions) or None,
-        Int32(0),
-        *(_scratch(name) if config.split_k > 1 else None for name in ("float32", "int32")),
-    )
-
-
-def _partials(m: Any, batch: Any, spec: GemmSpec) -> Any:
-    shape = (batch, m, sym_int()) if spec.batched else (m, sym_int())
-    return symbolic("float32", shape, align=4, contiguous=True)
-
-
-def _scratch(dtype: str) -> Any:
-    return symbolic(dtype, (sym_int(),), align=ALIGN, contiguous=True)
+        number = STORE + who.group
+        place = (tile, work % splits, splits, self.config.sharing, who.group, number, who.thread)
+        return split.collect(sums, *scratch, *place)
 
 
 def build(spec: GemmSpec, config: GemmConfig) -> tuple[GemmSm90, tuple]:
