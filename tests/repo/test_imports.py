@@ -53,7 +53,8 @@ def test_importing_core_loads_nothing_heavy(fresh_python):
 def test_pure_modules_load_nothing_heavy(fresh_python):
     code = f"""
 import quack_core.arch, quack_core.dtypes, quack_core.env, quack_core.errors
-import quack_core.layout.algebra, quack_core.reduction.tiling
+import quack_core.gemm.epilogue, quack_core.layout.algebra, quack_core.reduction.tiling
+import quack_gemm.config, quack_gemm.spec
 import quack_norm.ops.rmsnorm.config, quack_norm.ops.rmsnorm.rules, quack_norm.ops.rmsnorm.spec
 result = [name for name in {HEAVY} if name in sys.modules]
 """
@@ -116,8 +117,8 @@ def test_nothing_of_the_dsl_is_patched_by_kernels(fresh_python):
 {SNAPSHOT}
 import cutlass, cutlass.cute, cutlass.cute.runtime
 taken = callables("cutlass")
-import importlib, pkgutil, quack_core, quack_norm
-for package in (quack_core, quack_norm):
+import importlib, pkgutil, quack_core, quack_gemm, quack_norm
+for package in (quack_core, quack_gemm, quack_norm):
     for each in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not each.name.endswith((".plugin", ".jax")):
             importlib.import_module(each.name)

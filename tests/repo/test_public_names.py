@@ -32,15 +32,22 @@ def test_norm_exports_exactly_the_promised_names(fresh_python):
     assert set(found[0]) <= set(found[1])
 
 
-def test_an_unknown_name_raises_attribute_error(fresh_python):
-    code = """
-import quack_norm
+def test_gemm_exports_exactly_the_promised_names(fresh_python):
+    found = fresh_python("import quack_gemm\nresult = quack_gemm.__all__, dir(quack_gemm)")
+    assert found[0] == ["__version__", "gemm"]
+    assert set(found[0]) <= set(found[1])
+
+
+@pytest.mark.parametrize("package", ["quack_gemm", "quack_norm"])
+def test_an_unknown_name_raises_attribute_error(fresh_python, package):
+    code = f"""
+import {package}
 try:
-    quack_norm.no_such_operator
+    {package}.no_such_operator
 except AttributeError as error:
     result = str(error)
 """
-    assert fresh_python(code) == "module 'quack_norm' has no attribute 'no_such_operator'"
+    assert fresh_python(code) == f"module '{package}' has no attribute 'no_such_operator'"
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +56,10 @@ def after_importing_everything(fresh_python) -> dict:
 {IMPORT_ALL}
 import types
 import torch
-import quack_core, quack_norm
+import quack_core, quack_gemm, quack_norm
 before = {{name: getattr(quack_norm, name) for name in quack_norm.__all__}}
 import_all(quack_core)
+import_all(quack_gemm)
 import_all(quack_norm)
 
 x, weight = torch.randn(5, 24), torch.randn(24)
