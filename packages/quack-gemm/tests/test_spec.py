@@ -1,0 +1,134 @@
+"""Specs: what no kernel computes, and what follows from the epilogue."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+from quack_core.errors import DTypeError
+from quack_core.gemm.epilogue import Activation, AddC, AddVector, Gate, Kind, Op, Scale, StoreAux
+from quack_gemm.spec import GemmSpec
+
+B, H, F = "bfloat16", "float16", "float32"
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+GATE = Gate("silu")
+
+
+def fused(*ops: Op, **fields: object) -> GemmSpec:
+    return GemmSpec(B, B, B, epilogue=ops, **fields)  # type: ignore[arg-type]
+
+
+# --- what is refused
+
+
+def test_operands_of_two_sizes() -> None:
+    with pytest.raises(ValueError, match=f"a is {B}, b is {E4M3}: .* one size"):
+        GemmSpec(B, E4M3, B)
+    assert GemmSpec(E4M3, E5M2, B).a == E4M3  # two dtypes of one size are no fault
+
+
+def test_a_dtype_that_does_not_exist() -> None:
+    with pytest.raises(DTypeError, match="'int7'"):
+        GemmSpec("int7", B, B)
+
+
+@pytest.mark.parametrize("majors", [("row", "row"), ("column", "column"), ("column", "row")])
+def test_8_bit_operands_in_another_order(majors: tuple[str, str]) -> None:
+    a_major, b_major = majors
+    orders = {"a_major": a_major, "b_major": b_major}
+    with pytest.raises(ValueError, match="a must be row-major, b column-major"):
+        GemmSpec(E4M3, E4M3, B, **orders)  # type: ignore[arg-type]
+    GemmSpec(H, H, H, **orders)  # type: ignore[arg-type]
+
+
+def test_pairs_twice() -> None:
+    with pytest.raises(ValueError, match="2 ops of an epilogue take pairs: one can"):
+        fused(GATE, GATE)
+
+
+@pytest.mark.parametrize("epilogue", [(), (Activation("silu"),)], ids=["none", "activation"])
+def test_concat_without_pairs(epilogue: tuple[Op, ...]) -> None:
+    with pytest.raises(ValueError, match="concat needs"):
+        fused(*epilogue, concat=True)
+
+
+@pytest.mark.parametrize("fields", [{"b_major": "row"}, {"d_major": "column"}], ids=str)
+def test_pairs_in_another_order(fields: dict) -> None:
+    with pytest.raises(ValueError, match="b must be column-major, D row-major"):
+        fused(GATE, **fields)
+    fused(Activation("silu"), **fields)
+
+
+@pytest.mark.parametrize(
+    ("ops", "name"),
+    [
+        ((AddC(B), GATE), "AddC"),
+        ((GATE, AddC(B)), "AddC"),
+        ((GATE, AddVector(B)), "AddVector"),
+        ((GATE, Scale(Kind.ROW)), "Scale"),
+    ],
+    ids=["matrix before", "matrix behind", "bias behind", "scale behind"],
+)
+def test_operands_beside_pairs(ops: tuple[Op, ...], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        fused(*ops)
+
+
+def test_operands_that_do_go_beside_pairs() -> None:
+    columns = Scale(Kind.COLUMN), AddVector(B, Kind.COLUMN)
+    assert fused(AddVector(B), Scale(Kind.ROW), *columns, GATE, *columns, Scale()).gated
+
+
+# --- what follows
+
+
+@pytest.mark.parametrize(
+    ("ops", "outputs", "halved"),
+    [
+        ((), (B,), (False,)),
+        ((Activation("silu"),), (B,), (False,)),
+        ((GATE,), (B,), (True,)),
+        ((StoreAux(F), Activation("gelu")), (B, F), (False, False)),
+        ((StoreAux(F), GATE), (B, F), (True, False)),
+        ((GATE, StoreAux(F)), (B, F), (True, True)),
+        ((StoreAux(H), GATE, StoreAux(F)), (B, H, F), (True, False, True)),
+    ],
+    ids=["none", "same", "pairs", "copy", "copy before pairs", "copy behind", "two copies"],
+)
+def test_outputs(ops: tuple[Op, ...], outputs: tuple[str, ...], halved: tuple[bool, ...]) -> None:
+    spec = fused(*ops)
+    assert spec.outputs == outputs
+    assert spec.halved == halved
+    assert spec.gated == halved[0]
+
+
+@pytest.mark.parametrize(
+    ("a_batched", "b_batched", "batched"),
+    [(False, False, False), (True, False, True), (False, True, True), (True, True, True)],
+)
+def test_batches(a_batched: bool, b_batched: bool, batched: bool) -> None:
+    assert fused(a_batched=a_batched, b_batched=b_batched).batched == batched
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (GemmSpec(B, B, B), "gemm_bf16_bf16_rcr"),
+        (GemmSpec(H, H, F, "column", "row", "column"), "gemm_fp16_fp32_crc"),
+        (GemmSpec(E4M3, E5M2, B), "gemm_e4m3_bf16_rcr"),
+        (fused(AddVector(B), GATE), "gemm_bf16_bf16_rcr_addvector_gate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_name(spec: GemmSpec, name: str) -> None:
+    assert spec.name == name
+
+
+def test_a_spec_is_a_key() -> None:
+    spec = fused(Scale(), Activation("relu"))
+    assert spec == fused(Scale(), Activation("relu"))
+    assert hash(spec) == hash(fused(Scale(), Activation("relu")))
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert spec != fused(Scale(), Activation("gelu"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.a = H  # type: ignore[misc]
