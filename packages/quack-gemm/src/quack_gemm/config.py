@@ -111,10 +111,19 @@ class GemmConfig:
 
     def piece_cols(self, spec: GemmSpec) -> int:
         """Columns of the product that a warpgroup stores at a time: many, but for no stage."""
-        widest = SWIZZLE_BYTES * 8 // max(dtypes.width(name) for name in spec.outputs)
-        widest = min(widest, 32) if len(spec.outputs) > 1 else widest  # more would spill
-        fitting = [cols for cols in (128, 64, 32, 16) if self.tile_n % cols == 0]
-        fitting = [c for c in fitting if c <= widest * (1 + spec.gated)] or fitting[-1:]
+        tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
+        most = 32 if tiles or len(spec.outputs) > 1 else 128  # more would spill
+        fitting = [cols for cols in (128, 64, 32, 16) if self.tile_n % cols == 0 and cols <= most]
+        outputs = range(len(spec.outputs))
+        narrow = [
+            cols
+            for cols in fitting
+            if all(
+                spec.cols(i, cols) * dtypes.width(spec.outputs[i]) <= SWIZZLE_BYTES * 8
+                for i in outputs
+            )
+        ]
+        fitting = narrow or fitting[-1:]
         return max(fitting, key=lambda cols: (self._depth(spec, cols), cols))
 
     def pieces(self, spec: GemmSpec) -> int:
@@ -137,8 +146,8 @@ class GemmConfig:
         buffers = 2 if self.atoms * (self.tile_n // cols) % 2 == 0 else 1
         elements = self.groups * buffers * ATOM_M * cols
         found = 0
-        for name, halved in zip(spec.outputs, spec.halved, strict=True):
-            found += elements // (1 + halved) * dtypes.width(name) // 8
+        for i, name in enumerate(spec.outputs):
+            found += spec.cols(i, elements) * dtypes.width(name) // 8
         vectors = sum(one.kind in (Kind.ROW, Kind.COLUMN) for one in operands(spec.epilogue))
         return found + self.groups * vectors * 4 * self.tile_n
 
@@ -165,5 +174,5 @@ class GemmConfig:
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
                 f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
             )
-        if spec.gated and (self.tile_n % 32 or self.swap):
+        if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")

@@ -22,7 +22,7 @@ class GemmSpec:
         a_major, b_major, d_major: memory orders, of the shapes above.
         a_batched, b_batched: has a dimension L; without one, all matrices of a batch share it.
         epilogue: ops, in order.
-        concat: gate columns of B come first, then those of up; else they alternate.
+        concat: where there are pairs, gate columns come first, then those of up; else they alternate.
     """
 
     a: str
@@ -42,10 +42,12 @@ class GemmSpec:
         if dtypes.width(self.a) == 8 and (self.a_major, self.b_major) != ("row", "column"):
             raise ValueError("8-bit operands: a must be row-major, b column-major")
         epi.halves(self.epilogue)
-        if self.concat and not self.gated:
-            raise ValueError("concat needs an epilogue that takes pairs")
-        if self.gated and (self.b_major, self.d_major) != ("column", "row"):
-            raise ValueError("pairs: b must be column-major, D row-major")
+        if self.concat and not (self.gated or self.doubled):
+            raise ValueError("concat needs an epilogue that takes or gives pairs")
+        if self.gated and self.b_major != "column":
+            raise ValueError("an epilogue that takes pairs: b must be column-major")
+        if (self.gated or self.doubled) and self.d_major != "row":
+            raise ValueError("an epilogue with pairs: D must be row-major")
         behind = False
         for op in self.epilogue:
             kinds = [operand.kind for operand in op.operands]
@@ -72,14 +74,29 @@ class GemmSpec:
         return (self.d, *(op.aux for op in self.epilogue if op.aux))
 
     @property
-    def halved(self) -> tuple[bool, ...]:
-        """Which outputs have half as many columns as B: those behind an op that takes pairs."""
-        found, seen = [], False
+    def doubled(self) -> bool:
+        """Whether D has twice as many columns as B."""
+        return epi.doubles(self.epilogue)
+
+    def cols(self, which: int, product: int) -> int:
+        """Columns of output number ``which``, of so many of the product."""
+        numerator, denominator = self.ratios[which]
+        return product * numerator // denominator
+
+    @property
+    def ratios(self) -> tuple[tuple[int, int], ...]:
+        """Columns of each output, as a share of the product's."""
+        found, ratio = [], (1, 1)
         for op in self.epilogue:
-            seen = seen or op.pairs
+            ratio = (1, 2) if op.pairs else (2, 1) if op.splits else ratio
             if op.aux:
-                found.append(seen)
-        return (seen, *found)
+                found.append(ratio)
+        return (ratio, *found)
+
+    @property
+    def paired(self) -> tuple[bool, ...]:
+        """Which outputs have gates and what they gate in turn."""
+        return tuple(ratio == (2, 1) or (self.gated and ratio == (1, 1)) for ratio in self.ratios)
 
     @property
     def name(self) -> str:

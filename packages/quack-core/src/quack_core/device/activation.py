@@ -74,3 +74,68 @@ FUNCTIONS: dict[str, Callable[[Float32], Float32]] = {
     "quick_gelu": quick_gelu,
 }
 """By name."""
+
+
+def _one(x: Float32) -> Float32:
+    return Float32(1.0)
+
+
+@cute.jit
+def relu_grad(x: Float32) -> Float32:
+    """1 where x > 0, else 0."""
+    return Float32(1.0) if x > Float32(0.0) else Float32(0.0)
+
+
+def relu_sq_grad(x: Float32) -> Float32:
+    """2 max(x, 0)"""
+    return Float32(2.0) * relu(x)
+
+
+def sigmoid_grad(x: Float32) -> Float32:
+    """s (1 - s)"""
+    s = sigmoid(x)
+    return s * sigmoid(-x)
+
+
+def tanh_grad(x: Float32) -> Float32:
+    """1 - tanh(x)^2, as 4 s(2x) s(-2x): nothing cancels."""
+    return Float32(4.0) * sigmoid_grad(x + x)
+
+
+def silu_grad(x: Float32) -> Float32:
+    """s (1 + x (1 - s))"""
+    return sigmoid(x) * cute.math.fma(x, sigmoid(-x), Float32(1.0))
+
+
+def quick_gelu_grad(x: Float32) -> Float32:
+    """That of silu at 1.702 x."""
+    return silu_grad(Float32(QUICK) * x)
+
+
+def gelu_tanh_grad(x: Float32) -> Float32:
+    """s(u) (1 + x u' s(-u)), u = 2 sqrt(2 / pi) (x + 0.044715 x^3)"""
+    square, factor = x * x, Float32(2 * SQRT_2_OVER_PI)
+    u = factor * (x * cute.math.fma(square, Float32(CUBIC), Float32(1.0)))
+    slope = factor * cute.math.fma(square, Float32(3 * CUBIC), Float32(1.0))
+    return sigmoid(u) * cute.math.fma(x * slope, sigmoid(-u), Float32(1.0))
+
+
+def gelu_grad(x: Float32) -> Float32:
+    """(1 + erf(x / sqrt 2)) / 2 + x e ** (-x^2 / 2) / sqrt(2 pi)"""
+    below = cute.math.fma(Float32(0.5), cute.math.erf(x * Float32(math.sqrt(0.5))), Float32(0.5))
+    density = fast_math.exp(Float32(-0.5) * x * x) * Float32(1 / math.sqrt(2 * math.pi))
+    return cute.math.fma(x, density, below)
+
+
+DERIVATIVES: dict[str, Callable[[Float32], Float32]] = {
+    "identity": _one,
+    "relu": relu_grad,
+    "relu_sq": relu_sq_grad,
+    "silu": silu_grad,
+    "sigmoid": sigmoid_grad,
+    "tanh": tanh_grad,
+    "gelu": gelu_grad,
+    "gelu_tanh": gelu_tanh_grad,
+    "quick_gelu": quick_gelu_grad,
+}
+"""By name."""

@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """(M,) or (L, M): the same for all columns."""
     TILE = "tile"
     """(M, N) or (L, M, N)."""
+    PAIRS = "pairs"
+    """(M, 2 N) or (L, M, 2 N): two values, of gate and up, for each element of D's."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,12 @@ class Op:
     Args:
         operands: what it reads beside the value itself, in the order of ``apply``'s arguments.
         pairs: ``apply`` takes two values, of gate and up, and gives one: D has half as many columns.
+        splits: ``apply`` gives two values, of gate and up: D has twice as many columns.
         aux: dtype of a copy of the value that is stored as well, as it is here; None for none.
     """
 
     pairs: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -214,6 +218,75 @@ class Gate(Op):
 
 
 @dataclass(frozen=True)
+class ActivationGrad(Op):
+    """x * f'(v), of the values v that went into an activation.
+
+    Args:
+        name: of f.
+        dtype: of v.
+    """
+
+    name: str
+    dtype: str
+    batched: bool = False
+
+    def __post_init__(self) -> None:
+        _check_activation(self.name)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("preact", Kind.TILE, self.dtype, self.batched),)
+
+    def apply(self, x: Any, *operands: Any) -> Any:
+        from quack_core.device.activation import DERIVATIVES
+
+        return x * DERIVATIVES[self.name](operands[0])
+
+    def reference(self, x: Any, *operands: Any) -> Any:
+        from .activations import derivative
+
+        return x * derivative(self.name, operands[0])
+
+
+@dataclass(frozen=True)
+class GateGrad(Op):
+    """x * f'(gate) * up and x * f(gate), neighbours: the gradient of what went into a ``Gate``.
+
+    Args:
+        name: of f.
+        dtype: of gate and up.
+    """
+
+    name: str
+    dtype: str
+    batched: bool = False
+
+    splits: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_activation(self.name)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("preact", Kind.PAIRS, self.dtype, self.batched),)
+
+    def apply(self, x: Any, *operands: Any) -> Any:
+        from quack_core.device.activation import DERIVATIVES, FUNCTIONS
+
+        gate, up = operands[0]
+        return x * DERIVATIVES[self.name](gate) * up, x * FUNCTIONS[self.name](gate)
+
+    def reference(self, x: Any, *operands: Any) -> Any:
+        import torch
+
+        from .activations import derivative, reference
+
+        gate, up = operands[0][..., ::2], operands[0][..., 1::2]
+        parts = (x * derivative(self.name, gate) * up, x * reference(self.name, gate))
+        return torch.stack(parts, -1).flatten(-2)
+
+
+@dataclass(frozen=True)
 class StoreAux(Op):
     """x, which is also stored: such as what goes into an activation, for the backward.
 
@@ -259,10 +332,15 @@ def halves(epilogue: tuple[Op, ...]) -> bool:
     Raises:
         ValueError: more than one op takes pairs.
     """
-    pairs = sum(op.pairs for op in epilogue)
+    pairs = sum(op.pairs or op.splits for op in epilogue)
     if pairs > 1:
-        raise ValueError(f"{pairs} ops of an epilogue take pairs: one can")
-    return pairs == 1
+        raise ValueError(f"{pairs} ops of an epilogue take or give pairs: one can")
+    return any(op.pairs for op in epilogue)
+
+
+def doubles(epilogue: tuple[Op, ...]) -> bool:
+    """Whether D has twice as many columns as the product."""
+    return any(op.splits for op in epilogue)
 
 
 def operands(epilogue: tuple[Op, ...]) -> tuple[Operand, ...]:

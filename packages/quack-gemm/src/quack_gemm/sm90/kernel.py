@@ -72,7 +72,9 @@ class GemmSm90:
         rows_cols = outs[0].shape
         if const_expr(spec.gated):
             mB = views.paired(mB, spec.concat)
-            outs = [out if half else self._paired_columns(out) for out, half in self._halved(outs)]
+        outs = [
+            self._paired_columns(outs[i]) if spec.paired[i] else outs[i] for i in range(len(outs))
+        ]
 
         mma = self._mma(a_major, b_major, config.sharing)
         tile = (config.tile_m, config.tile_n, self.tile_k)
@@ -114,17 +116,14 @@ class GemmSm90:
         outs = [views.matrices(out) for out in outputs]
         given = list(operands) if operands is not None else []
         for i, one in enumerate(self.operands):
-            if one.kind == Kind.TILE:
+            if one.kind in (Kind.TILE, Kind.PAIRS):
                 given[i] = views.matrices(given[i])
         if self.config.swap:
             mA, mB, outs = mB, mA, [views.transposed(out) for out in outs]
             for i, one in enumerate(self.operands):
-                if one.kind == Kind.TILE:
+                if one.kind in (Kind.TILE, Kind.PAIRS):
                     given[i] = views.transposed(given[i])
         return mA, mB, outs, given
-
-    def _halved(self, outs):
-        return zip(outs, self.spec.halved, strict=True)
 
     def _paired_columns(self, out: cute.Tensor) -> cute.Tensor:
         """(M, N, L) with the columns in the order in which tiles have them."""
@@ -220,7 +219,7 @@ class GemmSm90:
 
     def _piece(self, i: int) -> tuple[int, int]:
         """Rows and columns of output i that a warpgroup stores at a time."""
-        return ATOM_M, self.cols // (1 + self.spec.halved[i])
+        return ATOM_M, self.spec.cols(i, self.cols)
 
     def _kind(self, operand: epi.Operand) -> Kind:
         """What it is for the product that the kernel computes."""
@@ -438,6 +437,10 @@ class GemmSm90:
             elif kind == Kind.TILE:
                 found = fragment.read_tile(operands[i], first, matrix, self.cols)
                 given.append((kind, found.load().to(Float32)))
+            elif kind == Kind.PAIRS:
+                apart, step = (operands[i].shape[1] // 2, 1) if self.spec.concat else (1, 2)
+                found = fragment.read_pairs(operands[i], first, matrix, self.cols, apart, step)
+                given.append((kind, [half.load().to(Float32) for half in found]))
             else:
                 given.append((kind, held[i]))
         return given
@@ -453,13 +456,15 @@ def _value(given: list[tuple], which: int, i: int) -> Float32:
         return values[row]
     if kind == Kind.TILE:
         return values[i]
+    if kind == Kind.PAIRS:
+        return values[0][i], values[1][i]
     return values
 
 
 def arguments(spec: GemmSpec) -> tuple:
     """Symbolic operands of the launch function, all but the stream."""
     batch, m, n, k = (sym_int() for _ in range(4))
-    cols = sym_int() if spec.gated else n
+    cols = sym_int() if spec.gated or spec.doubled else n  # of D
 
     def matrix(dtype: str, shape: tuple, major: str, batched: bool) -> Any:
         element = to_cute(dtype)
@@ -475,9 +480,9 @@ def arguments(spec: GemmSpec) -> tuple:
             return Float32(0)
         element = to_cute(one.dtype)
         align = element.width // 8
-        if one.kind == Kind.TILE:
+        if one.kind in (Kind.TILE, Kind.PAIRS):
             stride = (sym_int64(), 1)
-            shape = (m, cols)
+            shape = (m, {Kind.TILE: n, Kind.PAIRS: cols}[one.kind])
             if one.batched:
                 shape, stride = (batch, *shape), (sym_int64(), *stride)
             return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
@@ -487,7 +492,10 @@ def arguments(spec: GemmSpec) -> tuple:
             shape, stride = (batch, *shape), (sym_int64(), 1)
         return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
 
-    outputs = tuple(matrix(dtype, (m, cols), spec.d_major, spec.batched) for dtype in spec.outputs)
+    outputs = tuple(
+        matrix(dtype, (m, n if ratio == (1, 1) else cols), spec.d_major, spec.batched)
+        for dtype, ratio in zip(spec.outputs, spec.ratios, strict=True)
+    )
     return (
         matrix(spec.a, (m, k), spec.a_major, spec.a_batched),
         matrix(spec.b, (k, n), spec.b_major, spec.b_batched),

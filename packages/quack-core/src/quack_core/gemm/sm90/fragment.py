@@ -120,15 +120,46 @@ def read_tile(
         tensor: (M, N, L), any memory order.
         at: row and column of the thread's first sum, in D.
     """
-    rows, width, _ = tensor.shape
+    rows, width = tensor.shape[0], tensor.shape[1]  # type: ignore[index]
     found = cute.make_rmem_tensor(sums_of(cols), tensor.element_type)
-    found.fill(0.0)
+    found.fill(tensor.element_type(0.0))
     for i in cutlass.range_constexpr(cute.size(found)):
         r, c = const_expr(place(i))
         row, col = at[0] + r * ROW_STEP, at[1] + c // PAIR * BLOCK + c % PAIR
         if row < rows and col < width:
             found[i] = tensor[Int64(row), Int64(col), Int64(batch)]
     return found
+
+
+@cute.jit
+def read_pairs(
+    tensor: cute.Tensor,
+    at: tuple[Int32, Int32],
+    batch: Int32,
+    cols: cutlass.Constexpr[int],
+    apart: Int32,
+    step: cutlass.Constexpr[int],
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """The thread's two values of an operand with twice the columns of D; zeros outside.
+
+    Args:
+        tensor: (M, 2 N, L).
+        at: row and column of the thread's first sum, in D.
+        apart: columns from the first value to the second.
+        step: columns from one first value to the next.
+    """
+    rows, width = tensor.shape[0], tensor.shape[1]  # type: ignore[index]
+    first = cute.make_rmem_tensor(sums_of(cols), tensor.element_type)
+    second = cute.make_rmem_tensor(sums_of(cols), tensor.element_type)
+    first.fill(tensor.element_type(0.0))
+    second.fill(tensor.element_type(0.0))
+    for i in cutlass.range_constexpr(cute.size(first)):
+        r, c = const_expr(place(i))
+        row, col = at[0] + r * ROW_STEP, at[1] + c // PAIR * BLOCK + c % PAIR
+        if row < rows and 2 * col < width:
+            first[i] = tensor[Int64(row), Int64(col * step), Int64(batch)]
+            second[i] = tensor[Int64(row), Int64(col * step + apart), Int64(batch)]
+    return first, second
 
 
 def _element(tensor: cute.Tensor, index: Int32, batch: Int32) -> Any:

@@ -33,7 +33,9 @@ class Sink(NamedTuple):
     piece: cute.Tensor
 
 
-def smem_layout(dtype: type[cutlass.Numeric], major: LayoutEnum, cols: int, buffers: int):
+def smem_layout(
+    dtype: type[cutlass.Numeric], major: LayoutEnum, cols: int, buffers: int
+) -> cute.ComposedLayout:
     """Of buffers for parts of 64 rows and so many columns."""
     return sm90.make_smem_layout_epi(dtype, major, (ATOM_M, cols), buffers)
 

@@ -18,8 +18,8 @@ def outputs(
 ) -> Iterator[tuple[int, list[Float32]]]:
     """Number and values of each output, in the order of the thread's sums, as soon as they are known.
 
-    Number 0 is D, which comes last. Where an op takes pairs, blocks of 8 columns alternate: gates,
-    then what they gate.
+    Number 0 is D, which comes last. Where an op takes or gives pairs, blocks of 8 columns alternate:
+    gates, then what they gate.
 
     Args:
         operand: gives operand number i of the epilogue for sum number j.
@@ -32,6 +32,14 @@ def outputs(
                 op.apply((values[i], values[i + BLOCK_SUMS]), *_read(operand, first, count, i))
                 for start in range(0, len(values), 2 * BLOCK_SUMS)
                 for i in range(start, start + BLOCK_SUMS)
+            ]
+        elif op.splits:
+            halves = [op.apply(x, *_read(operand, first, count, i)) for i, x in enumerate(values)]
+            values = [
+                pair[half]
+                for start in range(0, len(halves), BLOCK_SUMS)
+                for half in range(2)
+                for pair in halves[start : start + BLOCK_SUMS]
             ]
         else:
             values = [op.apply(x, *_read(operand, first, count, i)) for i, x in enumerate(values)]

@@ -1,0 +1,147 @@
+"""GEMM on CUDA tensors: allocate, find the kernel, launch."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import arch, occupancy, torch_op, torch_workspace
+from quack_core.gemm.epilogue import Kind, Op
+from quack_core.jit import cache
+
+from . import check, heuristic, reference
+from .config import GemmConfig
+from .heuristic import Problem
+from .reference import Step
+from .spec import GemmSpec
+
+PAD = 16
+"""Bytes that the rows of results begin at multiples of."""
+
+# Keys hold shapes: a serving process has a few hundred.
+_launchers: dict[tuple[Any, ...], Any] = {}
+MOST_LAUNCHERS = 4096
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool = False,
+    out: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> list[Tensor]:
+    """As `reference.forward`, on CUDA tensors; D goes to ``out`` if that is given."""
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    batch = batch_of(a, b)
+    ops = tuple(op for op, _ in steps)
+    spec = shape_of(ops)
+    outputs = [
+        out if out is not None and i == 0 else _empty(a, (*batch, m, spec.cols(i, n)), dtype)
+        for i, dtype in enumerate(out_dtypes)
+    ]
+    if 0 in (m, n, *batch):
+        return outputs
+    if k == 0:  # nothing to multiply
+        found = reference.forward(a, b, steps, out_dtypes, concat)
+        return [target.copy_(source) for target, source in zip(outputs, found, strict=True)]
+    index = a.get_device()
+    key = (
+        m, n, k, batch, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
+        ops, concat, config, index,
+    )  # fmt: skip
+    launch = _launchers.get(key)
+    if launch is None:
+        if len(_launchers) >= MOST_LAUNCHERS:
+            _launchers.clear()
+        launch = _launchers[key] = _prepare(a, b, outputs, ops, concat, config, index)
+    operands = tuple(operand for _, given in steps for operand in given)
+    launch(a, b, tuple(outputs), operands or None)
+    return outputs
+
+
+@functools.cache
+def shape_of(ops: tuple[Op, ...]) -> GemmSpec:
+    """A spec with these ops: how many columns each output has."""
+    return GemmSpec("bfloat16", "bfloat16", "bfloat16", epilogue=ops)
+
+
+def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The batch dimension of D, or none."""
+    sizes = [x.shape[0] for x in (a, b) if x.dim() == 3]
+    if not sizes:
+        return ()
+    return (0,) if 0 in sizes else (max(sizes),)
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """(M, N) or (L, M, N), whose rows begin at multiples of 16 bytes."""
+    n, step = shape[-1], PAD // dtype.itemsize
+    padded = -(-n // step) * step
+    found = torch.empty((*shape[:-1], padded), dtype=dtype, device=like.device)
+    return found if padded == n else found[..., :n]
+
+
+def _prepare(
+    a: Tensor,
+    b: Tensor,
+    outputs: Sequence[Tensor],
+    ops: tuple[Op, ...],
+    concat: bool,
+    config: GemmConfig | None,
+    device: int,
+) -> Any:
+    """``launch(a, b, outputs, operands)`` for tensors like these."""
+    target = arch.detect(device)
+    spec = GemmSpec(
+        a=torch_op.name_of(a.dtype),
+        b=torch_op.name_of(b.dtype),
+        d=torch_op.name_of(outputs[0].dtype),
+        a_major=check.major("a", a),
+        b_major=check.major("b", b),
+        d_major=check.major("out", outputs[0]),
+        a_batched=a.dim() == 3 and a.shape[0] > 1,
+        b_batched=b.dim() == 3 and b.shape[0] > 1,
+        epilogue=ops,
+        concat=concat,
+    )
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    batches = outputs[0].shape[0] if outputs[0].dim() == 3 else 1
+    problem = Problem(a.shape[-2], b.shape[-1], a.shape[-1], batches, spec, sms)
+    chosen = config or heuristic.default(problem, target)
+    chosen.check(spec)
+    resident = occupancy.resident_clusters(
+        device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
+    )
+    with torch_workspace.relaxed_capture():
+        kernel = cache.load(f"{__package__}.sm90.kernel", spec, chosen, target)
+    squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
+    alone = outputs[0].dim() == 3 and not spec.batched
+
+    def launch(a: Tensor, b: Tensor, outputs: tuple[Tensor, ...], operands: Any) -> None:
+        if squeeze_a:
+            a = a[0]
+        if squeeze_b:
+            b = b[0]
+        if alone:
+            outputs = tuple(x[0] for x in outputs)
+        kernel(a, b, outputs, operands, resident)
+
+    return launch
+
+
+def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:
+    """What a scale is, by its shape: one number, or one for each row of A or column of B."""
+    if not isinstance(scale, Tensor):
+        return Kind.SCALAR, float(scale)
+    if scale.numel() == 1:
+        return Kind.DEVICE_SCALAR, scale.reshape(1)
+    if name == "scale_a" and tuple(scale.shape) in ((m, 1), (m,)):
+        return Kind.COLUMN, scale.reshape(m)
+    if name == "scale_b" and tuple(scale.shape) in ((1, n), (n,)):
+        return Kind.ROW, scale.reshape(n)
+    rule = f"one element, ({m}, 1)" if name == "scale_a" else f"one element, (1, {n})"
+    raise check.ShapeError(f"gemm: {name} has the shape {tuple(scale.shape)}: it must have {rule}")
