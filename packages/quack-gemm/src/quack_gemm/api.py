@@ -31,6 +31,7 @@ def gemm(
     epilogue: Sequence[Entry] = (),
     scale_a: float | Tensor | None = None,
     scale_b: float | Tensor | None = None,
+    split_k: int | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
     """``activation(alpha * scale_a * scale_b * (a @ b) + beta * c + bias)``, then ``epilogue``.
@@ -53,7 +54,9 @@ def gemm(
             columns 2i and 2i + 1 of ``b`` are gate and up of column i of the result.
         scale_a: of quantised operands: a number, a float32 tensor of one element or of (M, 1).
         scale_b: likewise, or of (1, N).
-        config: how to compute it; chosen by a rule if None.
+        split_k: CTAs that have parts of each tile's K (1, 2, 3, 4, 6 or 8); chosen by a rule if None.
+            Their sums are added in order, so the bits do not depend on timing.
+        config: how to compute it, ``split_k`` included; chosen by a rule if None.
 
     Returns:
         (M, N) or (L, M, N). Rows of a result that we allocate begin at multiples of 16 bytes: where N
@@ -78,11 +81,17 @@ def gemm(
     check.out_dtype(out_dtype)
     dtypes = [out_dtype, *(torch_op.torch_dtype(op.aux) for op, _ in steps if op.aux)]
     if len(dtypes) > 1:
-        raise check.ShapeError("gemm: an op stores a copy; call gemm_aux, which returns it")
+        raise check.UnsupportedError(
+            "gemm: an op of the epilogue stores a copy",
+            "gemm returns one tensor",
+            "call gemm_act, gemm_gated or quack_gemm.api.compute",
+        )
+    if split_k is not None and config is not None:
+        raise check.ShapeError("gemm: split_k and config were given: config holds split_k")
     if out is not None:
         check.output(out, (m, cols) if batches is None else (batches, m, cols), out_dtype, a.device)
-        return _into(a, b, steps, dtypes, out, config)
-    return compute(a, b, steps, dtypes, config=config)[0]
+        return _into(a, b, steps, dtypes, out, config or split_k)
+    return compute(a, b, steps, dtypes, config=config or split_k)[0]
 
 
 def compute(
@@ -91,7 +100,7 @@ def compute(
     steps: Sequence[Step],
     dtypes: Sequence[torch.dtype],
     concat: bool = False,
-    config: GemmConfig | None = None,
+    config: GemmConfig | int | None = None,
 ) -> list[Tensor]:
     """All outputs of operands that have been checked; arguments as of ``reference.forward``."""
     if a.is_cuda and torch_op.eager(a, b) and not _needs_gradient(a, b, steps):
@@ -161,7 +170,7 @@ def _into(
     steps: Sequence[Step],
     dtypes: Sequence[torch.dtype],
     out: Tensor,
-    config: GemmConfig | None,
+    config: GemmConfig | int | None,
 ) -> Tensor:
     """Write the result into ``out``."""
     if _needs_gradient(a, b, steps) or (torch.is_grad_enabled() and out.requires_grad):

@@ -36,6 +36,7 @@ class GemmConfig:
         group: rows of clusters whose tiles are worked on together, for L2.
         stages: parts of K under way; 0: as many as fit.
         swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
+        split_k: CTAs that have parts of a tile's K; the last one to come adds their sums in order.
     """
 
     tile_m: int = 128
@@ -46,6 +47,7 @@ class GemmConfig:
     group: int = 8
     stages: int = 0
     swap: bool = False
+    split_k: int = 1
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128, 192, 256):
@@ -61,6 +63,10 @@ class GemmConfig:
             raise ValueError(f"cluster_m * cluster_n is {self.cluster}: at most 8 is portable")
         if self.group < 1:
             raise ValueError(f"group={self.group}: must be at least 1")
+        if not 1 <= self.split_k <= 32:
+            raise ValueError(f"split_k={self.split_k}: must be 1 to 32")
+        if self.split_k > 1 and self.pingpong:
+            raise ValueError(f"split_k={self.split_k} with pingpong: one of them")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: must be 0 or at least 2")
         if self.accumulators > 208:
@@ -104,6 +110,17 @@ class GemmConfig:
         few = LOADING_REGISTERS[1 + self.groups]
         of_all = REGISTERS // WARPGROUP
         return few, min(240, (of_all - few) // self.groups // 8 * 8)
+
+    @property
+    def part_elements(self) -> int:
+        """float32 scratch of a tile, where its K is split."""
+        return self.split_k * self.tile_m * self.tile_n if self.split_k > 1 else 0
+
+    def tiles(self, rows: int, cols: int, batches: int) -> int:
+        """Tiles of a product, those of whole clusters; arguments as of the product that is computed."""
+        across = -(-rows // (self.tile_m * self.cluster_m))
+        down = -(-cols // (self.tile_n * self.cluster_n))
+        return across * down * batches * self.cluster
 
     def tile_k(self, spec: GemmSpec) -> int:
         """Elements along K of a stage."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quack_core import dtypes
 from quack_core.arch import Arch
-from quack_core.errors import UnsupportedError
+from quack_core.errors import ShapeError, UnsupportedError
 
 from .config import ATOM_M, GemmConfig
 from .spec import GemmSpec
@@ -29,8 +29,14 @@ FILL_CYCLES = 1400
 """From a tile's first load to its first product: latency of TMA and of DRAM."""
 STORE_CYCLES = 700
 """Of a tile, however small: barriers, TMA."""
+COLLECT_CYCLES = 2500
+"""For a part to be visible and counted: an atomic addition with a fence."""
 STORE_RATE = 24
 """Sums per cycle that the warpgroups of an SM round, write and store."""
+
+
+SPLITS = (1, 2, 3, 4, 6, 8)
+"""Parts of K that are considered."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +58,24 @@ class Problem:
     sms: int
 
 
-def default(problem: Problem, arch: Arch) -> GemmConfig:
+def default(problem: Problem, arch: Arch, split_k: int | None = None) -> GemmConfig:
     """The candidate with the fewest cycles.
 
+    Args:
+        split_k: only those with so many parts of K; None: any.
+
     Raises:
+        ShapeError: none has so many parts.
         UnsupportedError: there are no kernels for the architecture.
     """
     if not arch.wgmma:
         raise UnsupportedError(
             f"gemm on {arch.name}", "there are kernels for sm90 only", "use torch.matmul"
         )
-    return min(candidates(problem.spec), key=lambda config: (cycles(problem, config), repr(config)))
+    found = [c for c in candidates(problem.spec) if split_k in (None, c.split_k)]
+    if not found:
+        raise ShapeError(f"gemm: split_k is {split_k}: it must be one of {SPLITS}")
+    return min(found, key=lambda config: (cycles(problem, config), repr(config)))
 
 
 @functools.cache
@@ -91,7 +104,11 @@ def _all(spec: GemmSpec) -> Iterator[GemmConfig]:
         for tile_n in (16, 32, 64, 96, 128):  # rows of a as columns
             for tile_m in (64, 128):
                 for cluster_m in (1, 2):
-                    yield GemmConfig(tile_m, tile_n, cluster_m, 1, swap=True)
+                    for split_k in SPLITS:
+                        yield GemmConfig(tile_m, tile_n, cluster_m, 1, swap=True, split_k=split_k)
+    for tile_m, tile_n in ((64, 64), (64, 128), (128, 64), (128, 128)):
+        for split_k in SPLITS[1:]:
+            yield GemmConfig(tile_m, tile_n, 1, 1, split_k=split_k)
 
 
 def _fits(config: GemmConfig, spec: GemmSpec) -> bool:
@@ -111,13 +128,16 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     down = math.ceil(cols / (config.tile_n * config.cluster_n))
     clusters = across * down * problem.batches
     resident = max(1, problem.sms // config.cluster)
-    rounds = math.ceil(clusters / resident)
+    rounds = math.ceil(clusters * config.split_k / resident)
 
-    k_steps = math.ceil(problem.k / config.tile_k(spec))
+    k_steps = math.ceil(math.ceil(problem.k / config.tile_k(spec)) / config.split_k)
     multiply = k_steps * _step_cycles(config, spec)
     loaded = config.tile_m / config.cluster_n + config.tile_n / config.cluster_m
-    load = loaded * bytes_k / L2_BYTES
+    load = loaded * bytes_k / config.split_k / L2_BYTES
     store = STORE_CYCLES + config.tile_m * config.tile_n / STORE_RATE * len(spec.outputs)
+    if config.split_k > 1:  # float32 parts are written, and read by one
+        part = config.tile_m * config.tile_n * 4 / L2_BYTES
+        store += COLLECT_CYCLES + part * (1 + config.split_k)
     body = max(multiply, load)
     per_tile = max(body, store) if config.pingpong else body + store
     if config.pingpong:  # two tiles at a time: the first one waits for nobody, the last one stores
@@ -127,7 +147,7 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     traffic = (rows + cols) * bytes_k * problem.batches + sum(
         problem.m * problem.n * dtypes.width(name) / 8 for name in spec.outputs
     ) * problem.batches
-    busy = min(problem.sms, clusters * config.cluster)
+    busy = min(problem.sms, clusters * config.cluster * config.split_k)
     return FILL_CYCLES + max(total, traffic / (DRAM_BYTES * busy))
 
 

@@ -32,9 +32,14 @@ def forward(
     out_dtypes: Sequence[torch.dtype],
     concat: bool = False,
     out: Tensor | None = None,
-    config: GemmConfig | None = None,
+    config: GemmConfig | int | None = None,
 ) -> list[Tensor]:
-    """As `reference.forward`, on CUDA tensors; D goes to ``out`` if that is given."""
+    """As `reference.forward`, on CUDA tensors.
+
+    Args:
+        out: where D goes; None: it is allocated.
+        config: how to compute it; a number is only that of parts of K.
+    """
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = batch_of(a, b)
     ops = tuple(op for op, _ in steps)
@@ -91,7 +96,7 @@ def _prepare(
     outputs: Sequence[Tensor],
     ops: tuple[Op, ...],
     concat: bool,
-    config: GemmConfig | None,
+    config: GemmConfig | int | None,
     device: int,
 ) -> Any:
     """``launch(a, b, outputs, operands)`` for tensors like these."""
@@ -111,13 +116,19 @@ def _prepare(
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     batches = outputs[0].shape[0] if outputs[0].dim() == 3 else 1
     problem = Problem(a.shape[-2], b.shape[-1], a.shape[-1], batches, spec, sms)
-    chosen = config or heuristic.default(problem, target)
+    chosen = (
+        config
+        if isinstance(config, GemmConfig)
+        else heuristic.default(problem, target, split_k=config)
+    )
     chosen.check(spec)
     resident = occupancy.resident_clusters(
         device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
     )
     with torch_workspace.relaxed_capture():
         kernel = cache.load(f"{__package__}.sm90.kernel", spec, chosen, target)
+    m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
+    tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
     squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
     alone = outputs[0].dim() == 3 and not spec.batched
 
@@ -128,9 +139,20 @@ def _prepare(
             b = b[0]
         if alone:
             outputs = tuple(x[0] for x in outputs)
-        kernel(a, b, outputs, operands, resident)
+        if not tiles:
+            kernel(a, b, outputs, operands, resident, None, None)
+            return
+        # The allocator gives memory back to the stream that used it: launches do not share it.
+        parts = torch.empty(tiles * chosen.part_elements, device=a.device)
+        counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
+        kernel(a, b, outputs, operands, resident, parts, counters)
 
     return launch
+
+
+def _rounded(count: int) -> int:
+    """A power of two: counters of few sizes serve all launches."""
+    return max(1024, 1 << (count - 1).bit_length())
 
 
 def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 
 from quack_core import dtypes
@@ -16,9 +16,9 @@ from quack_core.device import barrier, tma
 from quack_core.gemm import epilogue as epi
 from quack_core.gemm import order
 from quack_core.gemm.epilogue import Kind
-from quack_core.gemm.sm90 import fragment, ring, store, visit
+from quack_core.gemm.sm90 import fragment, ring, split, store, visit
 from quack_core.gemm.sm90.ring import Cluster
-from quack_core.jit.compile import to_cute
+from quack_core.jit.compile import symbolic, to_cute
 from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 from quack_core.reduction.tiling import WARP
 
@@ -60,6 +60,8 @@ class GemmSm90:
         outputs: tuple,  # D, then copies: (M, N) or (L, M, N)
         operands: tuple | None,  # of the epilogue's ops, in order
         max_clusters: Int32,  # that the GPU holds at once
+        parts: cute.Tensor | None,  # scratch of split-K, float32: config.part_elements of each tile
+        counters: cute.Tensor | None,  # int32: as many as tiles have warpgroups
         stream: cuda.CUstream,
     ):
         config, spec = self.config, self.spec
@@ -92,7 +94,7 @@ class GemmSm90:
         rows = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
         cols = cute.ceil_div(n, config.tile_n * config.cluster_n)
         tile_order = order.make(rows, cols, rows_cols[2], config.group)
-        clusters = cutlass.min(tile_order.total, max_clusters)
+        clusters = cutlass.min(tile_order.total * config.split_k, max_clusters)
         self.kernel(
             mma,
             self._mma(a_major, b_major, 1),
@@ -102,6 +104,8 @@ class GemmSm90:
             tuple(tiles),
             (rows_cols[0], n, cute.ceil_div(k, self.tile_k)),
             tile_order,
+            parts,
+            counters,
         ).launch(
             grid=[config.cluster_m, config.cluster_n, clusters],
             block=[config.num_threads, 1, 1],
@@ -142,7 +146,19 @@ class GemmSm90:
         )
 
     @cute.kernel
-    def kernel(self, mma, mma_of_group, load_a, load_b, stores, operands, sizes, tile_order):
+    def kernel(
+        self,
+        mma,
+        mma_of_group,
+        load_a,
+        load_b,
+        stores,
+        operands,
+        sizes,
+        tile_order,
+        parts,
+        counters,
+    ):
         # --- coordinates
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
@@ -164,6 +180,8 @@ class GemmSm90:
         shared_rows = None
         if const_expr(num_rows):
             shared_rows = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+
+        answer = smem.allocate_tensor(Int32, cute.make_layout(config.groups), byte_alignment=16)
 
         # --- barriers
         sharers = const_expr(config.cluster_m + config.cluster_n - 1)
@@ -203,6 +221,7 @@ class GemmSm90:
                 barriers,
                 sizes,
                 tile_order,
+                (parts, counters, answer),
                 at,
                 work,
                 clusters,
@@ -244,10 +263,16 @@ class GemmSm90:
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, (*at, 0), mode)
 
     @cute.jit
-    def _locate(self, tile_order, work: Int32, at: Cluster):
-        """Row and column of this CTA's tile, in tiles, and the matrix of the batch."""
-        row, col, matrix = order.locate(tile_order, work, self.config.group)
-        return row * self.shape[0] + at.row, col * self.shape[1] + at.col, matrix
+    def _locate(self, tile_order, work: Int32, at: Cluster, steps: Int32):
+        """Row and column of this CTA's tile, in tiles, and the matrix of the batch; first step along
+        K, and how many."""
+        first, count = Int32(0), steps
+        if const_expr(self.config.split_k > 1):
+            first, count = split.part(work % self.config.split_k, self.config.split_k, steps)
+        tile = work // self.config.split_k
+        row, col, matrix = order.locate(tile_order, tile, self.config.group)
+        row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
+        return row, col, matrix, first, count
 
     # --- the warp that loads
 
@@ -258,11 +283,11 @@ class GemmSm90:
         a_batched, b_batched = batches if self.config.swap else reversed(batches)
         num_bytes = const_expr(self.config.stage_bytes(self.spec))
         phase = barrier.empty_phase()
-        while work < tile_order.total:
-            row, col, matrix = self._locate(tile_order, work, at)
+        while work < tile_order.total * self.config.split_k:
+            row, col, matrix, first, count = self._locate(tile_order, work, at, sizes[2])
             of_a = matrix if const_expr(a_batched) else Int32(0)
             of_b = matrix if const_expr(b_batched) else Int32(0)
-            for k in cutlass.range(sizes[2], unroll=1):
+            for k in cutlass.range(first, first + count, unroll=1):
                 ring.fill(barriers, phase, a, b, (row, k, of_a), (col, k, of_b), num_bytes)
                 phase = barrier.next_phase(phase, self.stages)
             work += step
@@ -281,6 +306,7 @@ class GemmSm90:
         barriers,
         sizes,
         tile_order,
+        scratch,
         at: Cluster,
         work: Int32,
         step: Int32,
@@ -299,16 +325,16 @@ class GemmSm90:
         sums = cute.make_rmem_tensor(shape, Float32)
         part = cute.make_rmem_tensor(shape, Float32) if const_expr(self.promoted) else None
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        phase, count = barrier.full_phase(), sizes[2]
-        tiles = (tile_order.total - work + step - 1) // step
+        phase, total = barrier.full_phase(), tile_order.total * config.split_k
+        tiles = (total - work + step - 1) // step
         if const_expr(config.pingpong):
             if group == 1:
-                phase = ring.skip(phase, count, self.stages)
+                phase = ring.skip(phase, sizes[2], self.stages)
                 barrier.arrive_numbered(Int32(TURN), 2 * WARPGROUP)
             work += group * step
             step = step * 2
-        while work < tile_order.total:
-            row, col, matrix = self._locate(tile_order, work, at)
+        while work < total:
+            row, col, matrix, _, count = self._locate(tile_order, work, at, sizes[2])
             held = self._fetch(operands, row, col, matrix, sizes, group, thread)
             sums.fill(Float32(0.0))
             if const_expr(config.pingpong):
@@ -324,15 +350,38 @@ class GemmSm90:
             if const_expr(config.pingpong):
                 barrier.arrive_numbered(TURN + 1 - group, 2 * WARPGROUP)
                 phase = ring.skip(phase, count, self.stages)
-            self._finish(
-                sums, outs, operands, held, shared_rows, row, col, matrix, sizes, group, thread
-            )
+            last = Boolean(True)
+            if const_expr(config.split_k > 1):
+                last = self._collect(sums, scratch, work, at, group, thread)
+            if last:
+                self._finish(
+                    sums, outs, operands, held, shared_rows, row, col, matrix, sizes, group, thread
+                )
             work += step
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
             if group == tiles % 2:
                 barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
         if thread < WARP:
             tma.bulk_wait_read(0)
+
+    def _collect(self, sums, scratch, work: Int32, at: Cluster, group: Int32, thread: Int32):
+        """Whether this part of a tile's K is the last one that comes; then ``sums`` are all."""
+        parts, counters, answer = scratch
+        splits, cluster = self.config.split_k, self.config.cluster
+        tile = work // splits * cluster + at.row + self.shape[0] * at.col
+        return split.collect(
+            sums,
+            parts,
+            counters,
+            answer,
+            tile,
+            work % splits,
+            splits,
+            self.config.sharing,
+            group,
+            STORE + group,
+            thread,
+        )
 
     # --- the epilogue
 
@@ -461,7 +510,7 @@ def _value(given: list[tuple], which: int, i: int) -> Float32:
     return values
 
 
-def arguments(spec: GemmSpec) -> tuple:
+def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
     """Symbolic operands of the launch function, all but the stream."""
     batch, m, n, k = (sym_int() for _ in range(4))
     cols = sym_int() if spec.gated or spec.doubled else n  # of D
@@ -502,9 +551,14 @@ def arguments(spec: GemmSpec) -> tuple:
         outputs,
         tuple(operand(one) for one in epi.operands(spec.epilogue)) or None,
         Int32(0),
+        *(_scratch(name) if config.split_k > 1 else None for name in ("float32", "int32")),
     )
+
+
+def _scratch(dtype: str) -> Any:
+    return symbolic(dtype, (sym_int(),), align=ALIGN, contiguous=True)
 
 
 def build(spec: GemmSpec, config: GemmConfig) -> tuple[GemmSm90, tuple]:
     """The kernel and its symbolic arguments."""
-    return GemmSm90(spec, config), arguments(spec)
+    return GemmSm90(spec, config), arguments(spec, config)
