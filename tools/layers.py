@@ -33,6 +33,7 @@ PURE = {
     "quack_core.layout.layout",
     "quack_core.reduction",
     "quack_core.reduction.tiling",
+    "quack_gemm.heuristic",
     "quack_norm.ops.topk.network",
 }
 PURE_NAMES = {"config", "rules", "spec"}  # of every operator

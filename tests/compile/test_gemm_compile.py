@@ -14,9 +14,11 @@ from quack_core import arch as arches
 from quack_core import dtypes, env
 from quack_core.gemm.epilogue import (
     Activation,
+    ActivationGrad,
     AddC,
     AddVector,
     Gate,
+    GateGrad,
     Kind,
     Op,
     Scale,
@@ -53,6 +55,7 @@ PRODUCTS = [  # tiles and clusters, then memory orders, batches and dtypes
     (plain(), FEW_ROWS),
     (plain(), GemmConfig(128, 16, 1, 1, swap=True)),
     (plain(a_major="column", b_major="row"), WIDE),
+    (plain(), GemmConfig(128, 256, 2, 1, split_k=4)),
     (plain(d_major="column"), WIDE),
     (plain(a_batched=True, b_batched=True), WIDE),
     (plain(a_batched=True), WIDE),
@@ -71,6 +74,8 @@ EPILOGUES = [
     (fused(Gate("silu"), concat=True), WIDE),
     (fused(AddVector(BF16), StoreAux(BF16), Gate("silu")), WIDE),
     (fused(AddVector(BF16), StoreAux(BF16), Gate("silu"), concat=True), PINGPONG),
+    (fused(ActivationGrad("gelu_tanh", BF16)), WIDE),
+    (fused(GateGrad("silu", BF16)), WIDE),
     (GemmSpec(E4M3, E4M3, BF16, epilogue=SCALES), GemmConfig(128, 160, 2, 1)),
 ]
 CASES = [*PRODUCTS, *EPILOGUES]
@@ -144,6 +149,7 @@ def named(case: tuple[GemmSpec, GemmConfig]) -> str:
     spec, config = case
     flags = [flag for flag in ("a_batched", "b_batched", "concat") if getattr(spec, flag)]
     flags += [flag for flag in ("pingpong", "swap") if getattr(config, flag)]
+    flags += [f"split{config.split_k}"] if config.split_k > 1 else []
     tile = f"{config.tile_m}x{config.tile_n}x{config.cluster_m}x{config.cluster_n}"
     return "-".join([spec.name, *flags, tile])
 

@@ -57,13 +57,17 @@ def after_importing_everything(fresh_python) -> dict:
 import types
 import torch
 import quack_core, quack_gemm, quack_norm
-before = {{name: getattr(quack_norm, name) for name in quack_norm.__all__}}
+before = {{
+    (package, name): getattr(package, name)
+    for package in (quack_gemm, quack_norm)
+    for name in package.__all__
+}}
 import_all(quack_core)
 import_all(quack_gemm)
 import_all(quack_norm)
 
 x, weight = torch.randn(5, 24), torch.randn(24)
-labels = torch.arange(5)
+labels, half = torch.arange(5), x.bfloat16()
 wanted = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
 plain = torch.nn.functional.rms_norm(x, (24,), None, 1e-6)
 centred = torch.nn.functional.layer_norm(x, (24,), weight)
@@ -82,10 +86,13 @@ outcomes = {{
         quack_norm.cross_entropy_from_lse(x, x[:, 0], labels), (x.logsumexp(1) - x[:, 0]).mean()
     ),
     "topk": (quack_norm.topk(x, 7)[0], torch.topk(x, 7).values),
+    "gemm": (quack_gemm.gemm(half, half.T), (half.float() @ half.float().T).bfloat16()),
 }}
 modules = [each.name for each in pkgutil.iter_modules(quack_core.__path__)]
 result = {{
-    "replaced": [name for name in before if getattr(quack_norm, name) is not before[name]],
+    "replaced": [
+        name for (package, name), value in before.items() if getattr(package, name) is not value
+    ],
     "errors": {{
         name: float((got - want).abs().max() / want.abs().max())
         for name, (got, want) in outcomes.items()
@@ -103,7 +110,7 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
 
 
 NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
-NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk"]
+NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk", "gemm"]
 
 
 @pytest.mark.parametrize("name", NAMES)

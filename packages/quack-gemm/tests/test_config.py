@@ -6,7 +6,16 @@ import itertools
 import pytest
 
 from quack_core import arch, dtypes
-from quack_core.gemm.epilogue import AddVector, Gate, Kind, Scale, StoreAux
+from quack_core.gemm.epilogue import (
+    ActivationGrad,
+    AddVector,
+    Gate,
+    GateGrad,
+    Kind,
+    Scale,
+    StoreAux,
+    operands,
+)
 from quack_gemm.config import GemmConfig
 from quack_gemm.spec import GemmSpec
 
@@ -34,6 +43,9 @@ SPECS = [
     fused(StoreAux(F), d=F),
     fused(Gate("silu")),
     fused(AddVector(B), StoreAux(B), Gate("silu")),
+    fused(StoreAux(F), Gate("silu")),
+    fused(ActivationGrad("gelu", B)),
+    fused(GateGrad("silu", B)),
 ]
 CONFIGS = [
     GemmConfig(),
@@ -79,6 +91,13 @@ each_pair = pytest.mark.parametrize(("spec", "config"), PAIRS, ids=named)
         ({"cluster_n": 8}, "cluster_n=8", "1, 2 or 4"),
         ({"cluster_m": 4, "cluster_n": 4}, "is 16", "at most 8"),
         ({"group": 0}, "group=0", "at least 1"),
+        ({"split_k": 0}, "split_k=0", "1 to 32"),
+        ({"split_k": 33}, "split_k=33", "1 to 32"),
+        (
+            {"tile_n": 128, "split_k": 2, "pingpong": True},
+            "split_k=2 with pingpong",
+            "one of them",
+        ),
         ({"stages": 1}, "stages=1", "0 or at least 2"),
         ({"stages": -2}, "stages=-2", "0 or at least 2"),
         ({"tile_m": 256, "tile_n": 256}, "tile_m=256, tile_n=256: 256 sums", "at most"),
@@ -110,8 +129,9 @@ def test_more_stages_than_fit() -> None:
     [GemmConfig(128, 144, 1, 1), GemmConfig(128, 16, 1, 1), GemmConfig(128, 64, 1, 1, swap=True)],
 )
 def test_pairs_do_not_suit_a_tile(config: GemmConfig) -> None:
-    with pytest.raises(ValueError, match="multiple of 32, and no swap"):
-        config.check(fused(Gate("silu")))
+    for op in (Gate("silu"), GateGrad("silu", B)):
+        with pytest.raises(ValueError, match="multiple of 32, and no swap"):
+            config.check(fused(op))
     config.check(plain())
 
 
@@ -149,6 +169,18 @@ def test_registers_are_there(config: GemmConfig) -> None:
     )
     assert few + config.groups * many <= at_start * (1 + config.groups)
     assert config.accumulators < many
+
+
+def test_tiles() -> None:
+    assert GemmConfig(128, 256, 1, 1).tiles(1024, 1024, 3) == 8 * 4 * 3
+    assert GemmConfig(128, 256, 1, 1).tiles(1025, 1025, 1) == 9 * 5
+    assert GemmConfig(128, 256, 2, 1).tiles(1025, 1025, 1) == 10 * 5  # whole clusters
+    assert GemmConfig(128, 256, 1, 2).tiles(1, 1, 1) == 2
+
+
+def test_scratch_of_split_k() -> None:
+    assert GemmConfig(128, 64, 1, 1).part_elements == 0
+    assert GemmConfig(128, 64, 1, 1, split_k=3).part_elements == 3 * 128 * 64
 
 
 # --- shared memory
@@ -193,17 +225,19 @@ def test_wide_pieces_cost_no_stage(spec: GemmSpec, config: GemmConfig) -> None:
     """No other width of pieces leaves room for more stages, and no wider one for as many."""
     chosen, depth = config.piece_cols(spec), config.depth(spec)
     for cols in WIDTHS:
-        if config.tile_n % cols or cols > widest(spec):
+        if config.tile_n % cols or not suits(spec, cols):
             continue
         other = stages_beside(spec, config, cols)
         assert other <= depth
         assert cols <= chosen or other < depth
 
 
-def widest(spec: GemmSpec) -> int:
-    """Most columns of a piece: a swizzle of the widest output, less with copies, which spill."""
-    cols = SWIZZLE_BYTES * 8 // max(dtypes.width(name) for name in spec.outputs)
-    return (min(cols, 32) if len(spec.outputs) > 1 else cols) * (1 + spec.gated)
+def suits(spec: GemmSpec, cols: int) -> bool:
+    """Whether pieces may have so many columns: no more than a swizzle, few if a thread holds more."""
+    holds = len(spec.outputs) > 1 or any(
+        one.kind in (Kind.TILE, Kind.PAIRS) for one in operands(spec.epilogue)
+    )
+    return cols <= (32 if holds else 128) and max(row_bytes(spec, cols)) <= SWIZZLE_BYTES
 
 
 def stages_beside(spec: GemmSpec, config: GemmConfig, cols: int) -> int:
@@ -222,5 +256,5 @@ def buffer_bytes(spec: GemmSpec, config: GemmConfig, cols: int) -> int:
 
 def row_bytes(spec: GemmSpec, cols: int) -> list[int]:
     """Of a row of a piece, for each output."""
-    outputs = zip(spec.outputs, spec.halved, strict=True)
-    return [cols // (1 + halved) * dtypes.width(name) // 8 for name, halved in outputs]
+    outputs = zip(spec.outputs, spec.ratios, strict=True)
+    return [cols * top // bottom * dtypes.width(name) // 8 for name, (top, bottom) in outputs]

@@ -6,12 +6,23 @@ import pickle
 import pytest
 
 from quack_core.errors import DTypeError
-from quack_core.gemm.epilogue import Activation, AddC, AddVector, Gate, Kind, Op, Scale, StoreAux
+from quack_core.gemm.epilogue import (
+    Activation,
+    ActivationGrad,
+    AddC,
+    AddVector,
+    Gate,
+    GateGrad,
+    Kind,
+    Op,
+    Scale,
+    StoreAux,
+)
 from quack_gemm.spec import GemmSpec
 
 B, H, F = "bfloat16", "float16", "float32"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-GATE = Gate("silu")
+GATE, GATE_GRAD = Gate("silu"), GateGrad("silu", "bfloat16")
 
 
 def fused(*ops: Op, **fields: object) -> GemmSpec:
@@ -41,9 +52,10 @@ def test_8_bit_operands_in_another_order(majors: tuple[str, str]) -> None:
     GemmSpec(H, H, H, **orders)  # type: ignore[arg-type]
 
 
-def test_pairs_twice() -> None:
-    with pytest.raises(ValueError, match="2 ops of an epilogue take pairs: one can"):
-        fused(GATE, GATE)
+@pytest.mark.parametrize("other", [GATE, GATE_GRAD], ids=["takes", "gives"])
+def test_pairs_twice(other: Op) -> None:
+    with pytest.raises(ValueError, match="2 ops of an epilogue take or give pairs: one can"):
+        fused(GATE, other)
 
 
 @pytest.mark.parametrize("epilogue", [(), (Activation("silu"),)], ids=["none", "activation"])
@@ -52,11 +64,23 @@ def test_concat_without_pairs(epilogue: tuple[Op, ...]) -> None:
         fused(*epilogue, concat=True)
 
 
-@pytest.mark.parametrize("fields", [{"b_major": "row"}, {"d_major": "column"}], ids=str)
-def test_pairs_in_another_order(fields: dict) -> None:
-    with pytest.raises(ValueError, match="b must be column-major, D row-major"):
-        fused(GATE, **fields)
+@pytest.mark.parametrize(
+    ("op", "fields", "needed"),
+    [
+        (GATE, {"b_major": "row"}, "b must be column-major"),
+        (GATE, {"d_major": "column"}, "D must be row-major"),
+        (GATE_GRAD, {"d_major": "column"}, "D must be row-major"),
+    ],
+    ids=["b", "D", "D doubled"],
+)
+def test_pairs_in_another_order(op: Op, fields: dict, needed: str) -> None:
+    with pytest.raises(ValueError, match=needed):
+        fused(op, **fields)
     fused(Activation("silu"), **fields)
+
+
+def test_doubled_columns_take_any_b() -> None:
+    assert fused(GATE_GRAD, b_major="row").doubled
 
 
 @pytest.mark.parametrize(
@@ -83,23 +107,30 @@ def test_operands_that_do_go_beside_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ops", "outputs", "halved"),
+    ("ops", "outputs", "cols", "paired"),
     [
-        ((), (B,), (False,)),
-        ((Activation("silu"),), (B,), (False,)),
-        ((GATE,), (B,), (True,)),
-        ((StoreAux(F), Activation("gelu")), (B, F), (False, False)),
-        ((StoreAux(F), GATE), (B, F), (True, False)),
-        ((GATE, StoreAux(F)), (B, F), (True, True)),
-        ((StoreAux(H), GATE, StoreAux(F)), (B, H, F), (True, False, True)),
+        ((), (B,), (64,), (False,)),
+        ((Activation("silu"),), (B,), (64,), (False,)),
+        ((ActivationGrad("silu", B),), (B,), (64,), (False,)),
+        ((GATE,), (B,), (32,), (False,)),
+        ((GATE_GRAD,), (B,), (128,), (True,)),
+        ((StoreAux(F), Activation("gelu")), (B, F), (64, 64), (False, False)),
+        ((StoreAux(F), GATE), (B, F), (32, 64), (False, True)),
+        ((GATE, StoreAux(F)), (B, F), (32, 32), (False, False)),
+        ((StoreAux(H), GATE, StoreAux(F)), (B, H, F), (32, 64, 32), (False, True, False)),
+        ((StoreAux(F), GATE_GRAD), (B, F), (128, 64), (True, False)),
     ],
-    ids=["none", "same", "pairs", "copy", "copy before pairs", "copy behind", "two copies"],
 )
-def test_outputs(ops: tuple[Op, ...], outputs: tuple[str, ...], halved: tuple[bool, ...]) -> None:
+def test_outputs(
+    ops: tuple[Op, ...], outputs: tuple[str, ...], cols: tuple[int, ...], paired: tuple[bool, ...]
+) -> None:
+    """Dtype, columns of 64 of the product, and whether those are gates and what they gate."""
     spec = fused(*ops)
     assert spec.outputs == outputs
-    assert spec.halved == halved
-    assert spec.gated == halved[0]
+    assert tuple(spec.cols(i, 64) for i in range(len(outputs))) == cols
+    assert spec.paired == paired
+    assert spec.gated == (cols[0] == 32)
+    assert spec.doubled == (cols[0] == 128)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """GEMM with fused epilogues, one kernel family per architecture."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from quack_gemm.__about__ import __version__ as __version__
+
+if TYPE_CHECKING:
+    from quack_gemm.api import gemm as gemm
 
 # Each public name and its module, imported on first use: those who want only a spec, on a machine
 # without torch, do not pay for the rest.
