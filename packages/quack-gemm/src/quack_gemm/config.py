@@ -19,6 +19,10 @@ BARRIER_BYTES = 2048
 """For barriers, and what alignment takes."""
 REGISTERS = 65536
 """Of an SM."""
+MOST_PROMOTED = 96
+"""Sums of a thread where they are promoted: more spill."""
+PARTS = 2
+"""Of a tile's columns, where sums are promoted: one is added while the next one is multiplied."""
 MOST_STAGES = 20
 LOADING_REGISTERS = {2: 56, 3: 40, 4: 32}
 """Per thread of the warpgroup that loads, by warpgroups; the others get the rest."""
@@ -37,6 +41,8 @@ class GemmConfig:
         stages: parts of K under way; 0: as many as fit.
         swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
         split_k: CTAs that have parts of a tile's K; the last one to come adds their sums in order.
+        prefetch: B is loaded while the kernel before this one on the stream ends, which must not write
+            B, and the kernel behind may start early as well.
     """
 
     tile_m: int = 128
@@ -48,6 +54,7 @@ class GemmConfig:
     stages: int = 0
     swap: bool = False
     split_k: int = 1
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128, 192, 256):
@@ -191,5 +198,16 @@ class GemmConfig:
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
                 f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
             )
+        if dtypes.width(spec.a) == 8:
+            if self.tile_n % (16 * PARTS) or self.atoms > 1:
+                raise ValueError(
+                    f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
+                    "64 rows for each warpgroup"
+                )
+            if self.accumulators > MOST_PROMOTED:
+                raise ValueError(
+                    f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
+                    f"{2 * MOST_PROMOTED} fit its registers"
+                )
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")

@@ -86,7 +86,6 @@ def candidates(spec: GemmSpec) -> tuple[GemmConfig, ...]:
 
 def _all(spec: GemmSpec) -> Iterator[GemmConfig]:
     clusters = ((1, 1), (2, 1), (1, 2))
-    promoted = dtypes.width(spec.a) == 8  # twice the sums
     for tile_m, tile_n in (
         *((64, n) for n in (64, 128, 192, 256)),
         *((128, n) for n in (64, 96, 128, 160, 192, 208, 224, 256)),
@@ -96,8 +95,6 @@ def _all(spec: GemmSpec) -> Iterator[GemmConfig]:
         for cluster_m, cluster_n in clusters:
             for pingpong in (False, True):
                 if pingpong and (tile_m > 128 or tile_m * tile_n > 128 * 192):
-                    continue
-                if promoted and tile_m * tile_n > 128 * 192 * (1 if not pingpong else 0.5):
                     continue
                 yield GemmConfig(tile_m, tile_n, cluster_m, cluster_n, pingpong)
     if not (spec.gated or spec.doubled):

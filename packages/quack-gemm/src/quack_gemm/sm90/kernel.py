@@ -22,7 +22,7 @@ from quack_core.jit.compile import symbolic, to_cute
 from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 from quack_core.reduction.tiling import WARP
 
-from ..config import ATOM_M, WARPGROUP, GemmConfig
+from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
 from . import views
 
@@ -51,6 +51,7 @@ class GemmSm90:
         self.shape = (config.cluster_m, config.cluster_n)
         self.operands = epi.operands(spec.epilogue)
         self.promoted = dtypes.width(spec.a) == 8
+        self.parts = PARTS if self.promoted else 1  # of a tile's columns, in an instruction
 
     @cute.jit
     def __call__(
@@ -78,7 +79,7 @@ class GemmSm90:
             self._paired_columns(outs[i]) if spec.paired[i] else outs[i] for i in range(len(outs))
         ]
 
-        mma = self._mma(a_major, b_major, config.sharing)
+        mma = self._mma(a_major, b_major, config.sharing, self.parts)
         tile = (config.tile_m, config.tile_n, self.tile_k)
         a_smem = sm90.make_smem_layout_a(a_major, tile, self.a_dtype, self.stages)
         b_smem = sm90.make_smem_layout_b(b_major, tile, self.b_dtype, self.stages)
@@ -97,7 +98,7 @@ class GemmSm90:
         clusters = cutlass.min(tile_order.total * config.split_k, max_clusters)
         self.kernel(
             mma,
-            self._mma(a_major, b_major, 1),
+            self._mma(a_major, b_major, 1, 1),
             (load_a, cA, a_smem),
             (load_b, cB, b_smem),
             tuple((*pair, smem) for pair, smem in zip(stores, d_smem, strict=True)),
@@ -112,6 +113,7 @@ class GemmSm90:
             cluster=[config.cluster_m, config.cluster_n, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=config.prefetch,
         )
 
     def _matrices(self, a, b, outputs, operands) -> tuple:
@@ -133,8 +135,11 @@ class GemmSm90:
         """(M, N, L) with the columns in the order in which tiles have them."""
         return views.transposed(views.paired(views.transposed(out), self.spec.concat))
 
-    def _mma(self, a_major: LayoutEnum, b_major: LayoutEnum, groups: int) -> cute.TiledMma:
-        """The matrix instruction of so many warpgroups, one below the other."""
+    def _mma(
+        self, a_major: LayoutEnum, b_major: LayoutEnum, groups: int, parts: int
+    ) -> cute.TiledMma:
+        """The matrix instruction of so many warpgroups, one below the other, for a part of the
+        columns."""
         return sm90.make_trivial_tiled_mma(
             self.a_dtype,
             self.b_dtype,
@@ -142,7 +147,7 @@ class GemmSm90:
             b_major.sm90_mma_major_mode(),
             Float32,
             (groups, 1, 1),
-            tiler_mn=(ATOM_M, self.config.tile_n),
+            tiler_mn=(ATOM_M, self.config.tile_n // parts),
         )
 
     @cute.kernel
@@ -189,6 +194,8 @@ class GemmSm90:
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], *(s[0] for s in stores)))
         self._sync_all()
+        if const_expr(config.prefetch):
+            cute.arch.griddepcontrol_launch_dependents()
 
         # --- roles
         clusters = cute.arch.grid_dim()[2]
@@ -274,23 +281,46 @@ class GemmSm90:
         row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
         return row, col, matrix, first, count
 
+    def _part(self, thr_mma) -> tuple:
+        """Shape of a thread's sums of a part of the columns."""
+        config = self.config
+        return thr_mma.partition_shape_C((config.tile_m, config.tile_n // self.parts))
+
     # --- the warp that loads
 
     @cute.jit
     def _load(self, a, b, barriers, sizes, tile_order, at: Cluster, work: Int32, step: Int32):
         """Fill stages, tile after tile."""
-        batches = (self.spec.b_batched, self.spec.a_batched)
-        a_batched, b_batched = batches if self.config.swap else reversed(batches)
         num_bytes = const_expr(self.config.stage_bytes(self.spec))
-        phase = barrier.empty_phase()
+        phase, ahead = barrier.empty_phase(), Int32(0)
+        if const_expr(self.config.prefetch):
+            ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes[2]))
+            phase = ring.skip(phase, ahead, self.stages)
         while work < tile_order.total * self.config.split_k:
             row, col, matrix, first, count = self._locate(tile_order, work, at, sizes[2])
-            of_a = matrix if const_expr(a_batched) else Int32(0)
-            of_b = matrix if const_expr(b_batched) else Int32(0)
-            for k in cutlass.range(first, first + count, unroll=1):
+            of_a, of_b = self._matrices_of(matrix)
+            for k in cutlass.range(first + ahead, first + count, unroll=1):
                 ring.fill(barriers, phase, a, b, (row, k, of_a), (col, k, of_b), num_bytes)
                 phase = barrier.next_phase(phase, self.stages)
+            ahead = Int32(0)
             work += step
+
+    def _matrices_of(self, matrix: Int32) -> tuple[Int32, Int32]:
+        """Which matrix of each operand belongs to one of D's."""
+        batched = (self.spec.a_batched, self.spec.b_batched)
+        first, second = reversed(batched) if self.config.swap else batched
+        return matrix if first else Int32(0), matrix if second else Int32(0)
+
+    def _fill_ahead(self, a, b, barriers, tile) -> Int32:
+        """Begin with B while the kernel before this one ends; how many stages that is."""
+        row, col, matrix, first, count = tile
+        of_a, of_b = self._matrices_of(matrix)
+        both = ((a, (row, of_a)), (b, (col, of_b)))
+        (late, at_late), (early, at_early) = reversed(both) if self.config.swap else both
+        ahead = cutlass.min(count, self.stages)
+        num_bytes = self.config.stage_bytes(self.spec)
+        ring.fill_ahead(barriers, early, late, at_early, at_late, first, ahead, num_bytes)
+        return ahead
 
     # --- the warpgroups that multiply
 
@@ -323,8 +353,10 @@ class GemmSm90:
         rB = mma.make_fragment_B(thr_mma.partition_B(sB))
         shape = thr_mma.partition_shape_C((config.tile_m, config.tile_n))
         sums = cute.make_rmem_tensor(shape, Float32)
-        part = cute.make_rmem_tensor(shape, Float32) if const_expr(self.promoted) else None
+        parts = [cute.make_rmem_tensor(self._part(thr_mma), Float32) for _ in range(self.parts)]
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        if const_expr(config.prefetch):  # operands of the epilogue, and D, are the kernel before's
+            cute.arch.griddepcontrol_wait()
         phase, total = barrier.full_phase(), tile_order.total * config.split_k
         tiles = (total - work + step - 1) // step
         if const_expr(config.pingpong):
@@ -341,7 +373,17 @@ class GemmSm90:
                 barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
             if const_expr(self.promoted):
                 phase = ring.multiply_promoted(
-                    mma, sums, part, rA, rB, barriers, phase, count, self.stages, self.shape, at
+                    mma,
+                    sums,
+                    tuple(parts),
+                    rA,
+                    rB,
+                    barriers,
+                    phase,
+                    count,
+                    self.stages,
+                    self.shape,
+                    at,
                 )
             else:
                 phase = ring.multiply(

@@ -1,11 +1,11 @@
 """Parts of A and B on their way to the tensor cores: stages in shared memory, filled by TMA."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from quack_core.device import barrier, tma
@@ -85,6 +85,40 @@ def fill(
 
 
 @cute.jit
+def fill_ahead(
+    ring: Ring,
+    early: tma.Tiles,
+    late: tma.Tiles,
+    at_early: tuple[Int32, Int32],
+    at_late: tuple[Int32, Int32],
+    first: Int32,
+    count: Int32,
+    num_bytes: cutlass.Constexpr[int],
+) -> None:
+    """Start loading the first stages: one operand at once, the other one when the kernel before this
+    one has ended.
+
+    Threads: all lanes of one warp.
+
+    Args:
+        early: of the operand that the kernel before does not write.
+        at_early, at_late: row or column of the tile, and matrix.
+        first: step along K.
+        count: stages, at most as many as there are.
+
+    Source: PTX ISA, griddepcontrol.wait.
+    """
+    for i in cutlass.range(count, unroll=1):
+        stage = Int32(i)
+        barrier.expect_bytes(ring.full, Phase(stage, Int32(0)), Int32(num_bytes))
+        tma.load_tile(early, (at_early[0], first + i, at_early[1]), stage, ring.full + stage)
+    cute.arch.griddepcontrol_wait()
+    for i in cutlass.range(count, unroll=1):
+        stage = Int32(i)
+        tma.load_tile(late, (at_late[0], first + i, at_late[1]), stage, ring.full + stage)
+
+
+@cute.jit
 def multiply(
     mma: cute.TiledMma,
     sums: cute.Tensor,
@@ -131,7 +165,7 @@ def multiply(
 def multiply_promoted(
     mma: cute.TiledMma,
     sums: cute.Tensor,
-    part: cute.Tensor,
+    parts: tuple[cute.Tensor, ...],
     rA: cute.Tensor,
     rB: cute.Tensor,
     ring: Ring,
@@ -144,22 +178,48 @@ def multiply_promoted(
     """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
     about 14 bits of sums of 8-bit products.
 
+    The tile's columns are multiplied in parts: while the sums of one are added, the next one keeps the
+    tensor cores busy. No instruction is under way from one stage to the next, or else the compiler
+    makes all of them wait for one another.
+
     Args:
-        part: registers like ``sums``.
+        sums: of all columns, part after part.
+        parts: registers for a stage's sums, of a part of the columns each.
+        rB: (instruction, parts, k, stages).
     """
+    size = const_expr(cute.size(parts[0]))
     for _ in cutlass.range(count, unroll=1):
         barrier.wait(ring.full, phase)
-        part.fill(Float32(0.0))
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
-            at_k = (None, None, i, phase.stage)
-            cute.gemm(mma, part, rA[at_k], rB[at_k], part)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        release(ring, phase, shape, at)
-        sums.store(sums.load() + part.load())
+        for c in cutlass.range_constexpr(len(parts)):
+            _multiply_part(mma, parts[c], rA, rB, c, phase.stage)
+        for c in cutlass.range_constexpr(len(parts)):
+            warpgroup.wait_group(len(parts) - 1 - c)
+            if const_expr(c == len(parts) - 1):
+                release(ring, phase, shape, at)
+            for i in cutlass.range_constexpr(size):
+                total: Any = sums[c * size + i]
+                sums[c * size + i] = total + parts[c][i]
         phase = barrier.next_phase(phase, stages)
     return phase
+
+
+@cute.jit
+def _multiply_part(
+    mma: cute.TiledMma,
+    part: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    which: cutlass.Constexpr[int],
+    stage: Int32,
+) -> None:
+    """Start the product of a stage with a part of its columns."""
+    warpgroup.fence()
+    mma.set(warpgroup.Field.ACCUMULATE, False)  # the first instruction overwrites
+    for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+        b: Any = cute.append_ones(rB[None, which, i, stage], up_to_rank=2)  # type: ignore[arg-type]
+        cute.gemm(mma, part, rA[None, None, i, stage], b, part)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
 
 
 @cute.jit
