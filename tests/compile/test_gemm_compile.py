@@ -26,7 +26,7 @@ from quack_core.gemm.epilogue import (
 )
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
-from quack_gemm.config import GemmConfig
+from quack_gemm.config import PARTS, GemmConfig
 from quack_gemm.spec import GemmSpec
 
 F32, BF16, F16, E4M3, E5M2 = "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
@@ -53,7 +53,7 @@ PRODUCTS = [  # tiles and clusters, then memory orders, batches and dtypes
     (plain(), GemmConfig(128, 128, 2, 2)),
     (plain(), GemmConfig(64, 64, 1, 1)),
     (plain(), FEW_ROWS),
-    (plain(), GemmConfig(128, 16, 1, 1, swap=True)),
+    (plain(), GemmConfig(128, 16, 1, 1, swap=True, prefetch=True)),
     (plain(a_major="column", b_major="row"), WIDE),
     (plain(), GemmConfig(128, 256, 2, 1, split_k=4)),
     (plain(d_major="column"), WIDE),
@@ -81,7 +81,7 @@ EPILOGUES = [
 CASES = [*PRODUCTS, *EPILOGUES]
 
 OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-GROUP = re.compile(r"\bWARPGROUP\.ARRIVE\b(.*?)\bWARPGROUP\.DEPBAR\b", re.DOTALL)
+BEGIN, WAIT = "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"
 MULTIPLY = ("HGMMA", "QGMMA")
 
 
@@ -94,6 +94,8 @@ def faults(spec: GemmSpec, config: GemmConfig, compiled: Compiled) -> Iterator[s
     yield from copy_faults(spec, config, Counter(OPCODE.findall(text)))
     if f".target {ARCH.target}\n" not in (compiled.ptx or ""):
         yield f"not compiled for {ARCH.target}"
+    if ("griddepcontrol" in (compiled.ptx or "")) != config.prefetch:
+        yield f"prefetch is {config.prefetch}, but the kernel before is waited for, or is not"
 
 
 def resource_faults(spec: GemmSpec, config: GemmConfig, facts: cubin.StaticFacts) -> Iterator[str]:
@@ -112,17 +114,20 @@ def resource_faults(spec: GemmSpec, config: GemmConfig, facts: cubin.StaticFacts
 
 
 def multiply_faults(spec: GemmSpec, config: GemmConfig, text: str) -> Iterator[str]:
-    """The instructions of a stage are issued as one group, with nothing between them that waits."""
-    name = MULTIPLY[dtypes.width(spec.a) == 8]
-    issued = Counter(opcode.partition(".")[0] for opcode in OPCODE.findall(text))
-    wanted = 4 * config.atoms  # of 32 bytes along K each, and a stage has 128
-    if {each: issued[each] for each in MULTIPLY if issued[each]} != {name: wanted}:
-        yield f"{[issued[each] for each in MULTIPLY]} of {MULTIPLY}, not {wanted} {name}"
-    groups = GROUP.findall(text)
-    if [len(re.findall(rf"\b{name}\b", group)) for group in groups] != [wanted]:
-        yield f"the {name} of a stage are in {len(groups)} groups"
-    # Descriptors that are computed by each thread pass through R2UR for every instruction.
-    if moved := sum(group.count("R2UR") for group in groups):
+    """The instructions of a stage are issued one after the other, before a thread waits for any."""
+    promoted = dtypes.width(spec.a) == 8
+    name = MULTIPLY[promoted]
+    groups = text.split(BEGIN)[1:]
+    stage = [group.partition(WAIT)[0] for group in groups]
+    issued = [Counter(each.partition(".")[0] for each in OPCODE.findall(part)) for part in stage]
+    # Each has 32 bytes along K, and a stage 128; the columns of 8-bit operands are multiplied in parts.
+    wanted = [4 * config.atoms] * (PARTS if promoted else 1)
+    if [found[name] for found in issued] != wanted or any(WAIT in part for part in groups[:-1]):
+        yield f"groups of {[found[name] for found in issued]} {name} in a stage, not {wanted}"
+    if len(re.findall(r"\b[HQ]GMMA\b", text)) != sum(wanted):
+        yield f"matrix instructions beside the {name} of a stage"
+    # Descriptors that each thread computes pass through R2UR, for every instruction.
+    if moved := sum(found["R2UR"] for found in issued):
         yield f"{moved} R2UR between the {name} of a stage"
 
 
@@ -148,7 +153,7 @@ def named(case: tuple[GemmSpec, GemmConfig]) -> str:
     """The kernel's name and what sets it apart."""
     spec, config = case
     flags = [flag for flag in ("a_batched", "b_batched", "concat") if getattr(spec, flag)]
-    flags += [flag for flag in ("pingpong", "swap") if getattr(config, flag)]
+    flags += [flag for flag in ("pingpong", "swap", "prefetch") if getattr(config, flag)]
     flags += [f"split{config.split_k}"] if config.split_k > 1 else []
     tile = f"{config.tile_m}x{config.tile_n}x{config.cluster_m}x{config.cluster_n}"
     return "-".join([spec.name, *flags, tile])
