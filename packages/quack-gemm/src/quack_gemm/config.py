@@ -137,7 +137,8 @@ class GemmConfig:
         """Columns of the product that a warpgroup stores at a time: many, but for no stage."""
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
         most = 32 if tiles or len(spec.outputs) > 1 else 128  # more would spill
-        fitting = [cols for cols in (128, 64, 32, 16) if self.tile_n % cols == 0 and cols <= most]
+        least = 16 * (1 + spec.gated)  # an stmatrix has 16 columns
+        fitting = [c for c in (128, 64, 32, 16) if self.tile_n % c == 0 and least <= c <= most]
         outputs = range(len(spec.outputs))
         narrow = [
             cols
@@ -193,6 +194,14 @@ class GemmConfig:
         Raises:
             ValueError: too little shared memory, or an epilogue that the tile does not suit.
         """
+        if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
+            raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
+        blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load
+        if spec.gated and blocks % self.cluster_m and self.cluster_m % blocks:
+            raise ValueError(
+                f"{self}: {self.cluster_m} CTAs cannot share {blocks} blocks of 16 columns of pairs; "
+                "take another tile_n or cluster_m"
+            )
         if self.smem_bytes(spec) > SMEM_BYTES or self.depth(spec) < 2:
             raise ValueError(
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
@@ -209,5 +218,3 @@ class GemmConfig:
                     f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
                     f"{2 * MOST_PROMOTED} fit its registers"
                 )
-        if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
-            raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")

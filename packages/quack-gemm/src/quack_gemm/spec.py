@@ -99,6 +99,15 @@ class GemmSpec:
         return tuple(ratio == (2, 1) or (self.gated and ratio == (1, 1)) for ratio in self.ratios)
 
     @property
+    def sinks(self) -> tuple[tuple[int, str], ...]:
+        """What is stored: number of an output, and which of its columns (``store.Form``)."""
+        found: list[tuple[int, str]] = []
+        for i, paired in enumerate(self.paired):
+            forms = ("gates", "ups") if self.concat else ("pairs",)
+            found += [(i, form) for form in (forms if paired else ("plain",))]
+        return tuple(found)
+
+    @property
     def name(self) -> str:
         """Kernel name, as profilers show it."""
         ops = "".join("_" + type(op).__name__.lower() for op in self.epilogue)

@@ -11,6 +11,14 @@ from . import fast_math
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 QUICK = 1.702
+TANH_COEFFICIENTS = (
+    -0.3333294093608856,
+    0.13320642709732056,
+    -0.05266802757978439,
+    0.016432009637355804,
+)
+"""Of (tanh x - x) / x^3 in powers of x^2, lowest first, for |x| < 0.55; off by 2 ** -24 of tanh x."""
+TANH_NEAR = 0.55
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -18,9 +26,16 @@ def sigmoid(x: Float32) -> Float32:
     return fast_math.reciprocal(Float32(1.0) + fast_math.exp(-x))
 
 
+@cute.jit
 def tanh(x: Float32) -> Float32:
-    """To float32's precision but for small arguments, where it has an error of 2e-7."""
-    return Float32(1.0) - Float32(2.0) * fast_math.reciprocal(Float32(1.0) + fast_math.exp(x + x))
+    """1 - 2 / (1 + e ** 2x); near 0, where that would cancel, a polynomial."""
+    far = Float32(1.0) - Float32(2.0) * fast_math.reciprocal(Float32(1.0) + fast_math.exp(x + x))
+    square = x * x
+    q = Float32(TANH_COEFFICIENTS[-1])
+    for coefficient in TANH_COEFFICIENTS[-2::-1]:
+        q = cute.math.fma(q, square, Float32(coefficient))
+    near = cute.math.fma(q * square, x, x)
+    return near if square < Float32(TANH_NEAR**2) else far
 
 
 def identity(x: Float32) -> Float32:

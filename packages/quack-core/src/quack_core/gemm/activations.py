@@ -8,6 +8,8 @@ from typing import Any
 
 from quack_core.errors import DTypeError
 
+from .epilogue import ACTIVATIONS
+
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
@@ -36,7 +38,11 @@ def reference(name: str, x: Any) -> Any:
 
 
 def derivative(name: str, x: Any) -> Any:
-    """f'(x), in the dtype of x; at a kink the one torch takes, 0."""
+    """f'(x), in the dtype of x; at a kink the one torch takes, 0.
+
+    Raises:
+        DTypeError: no such function.
+    """
     import torch
 
     if name == "identity":
@@ -56,7 +62,10 @@ def derivative(name: str, x: Any) -> Any:
         slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
         t = inner.tanh()
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
-    factor = {"silu": 1.0, "quick_gelu": 1.702, "sigmoid": 0.0}[name]
+    factors = {"silu": 1.0, "quick_gelu": 1.702, "sigmoid": 0.0}
+    if name not in factors:
+        raise DTypeError(f"activation {name!r} must be one of {', '.join(ACTIVATIONS)}")
+    factor = factors[name]
     s = (x * (factor or 1.0)).sigmoid()
     if name == "sigmoid":
         return s * (1 - s)

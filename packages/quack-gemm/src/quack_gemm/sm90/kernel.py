@@ -18,6 +18,7 @@ from quack_core.gemm import order
 from quack_core.gemm.epilogue import Kind
 from quack_core.gemm.sm90 import fragment, ring, split, store, visit
 from quack_core.gemm.sm90.ring import Cluster
+from quack_core.gemm.sm90.store import Form
 from quack_core.jit.compile import symbolic, to_cute
 from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 from quack_core.reduction.tiling import WARP
@@ -69,15 +70,13 @@ class GemmSm90:
         mA, mB, outs, tiles = self._matrices(a, b, outputs, operands)
         self.a_dtype, self.b_dtype = mA.element_type, mB.element_type
         a_major, b_major = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
+        rows_cols = outs[0].shape
+        outs = [self._columns(outs[which], form) for which, form in spec.sinks]
         self.majors = [LayoutEnum.from_tensor(out) for out in outs]
         self.out_dtypes = [out.element_type for out in outs]
         n, k = mB.shape[0], mA.shape[1]
-        rows_cols = outs[0].shape
         if const_expr(spec.gated):
             mB = views.paired(mB, spec.concat)
-        outs = [
-            self._paired_columns(outs[i]) if spec.paired[i] else outs[i] for i in range(len(outs))
-        ]
 
         mma = self._mma(a_major, b_major, config.sharing, self.parts)
         tile = (config.tile_m, config.tile_n, self.tile_k)
@@ -131,9 +130,11 @@ class GemmSm90:
                     given[i] = views.transposed(given[i])
         return mA, mB, outs, given
 
-    def _paired_columns(self, out: cute.Tensor) -> cute.Tensor:
-        """(M, N, L) with the columns in the order in which tiles have them."""
-        return views.transposed(views.paired(views.transposed(out), self.spec.concat))
+    def _columns(self, out: cute.Tensor, form: str) -> cute.Tensor:
+        """The columns of an output that a sink stores."""
+        if form in (Form.GATES, Form.UPS):
+            return views.half(out, int(form == Form.UPS))
+        return out
 
     def _mma(
         self, a_major: LayoutEnum, b_major: LayoutEnum, groups: int, parts: int
@@ -215,6 +216,7 @@ class GemmSm90:
                     self.majors[i],
                     self.out_dtypes[i],
                     tid % WARPGROUP,
+                    Form(self.spec.sinks[i][1]),
                 )
                 for i in range(len(sinks))
             ]
@@ -236,7 +238,7 @@ class GemmSm90:
                 tid % WARPGROUP,
             )
         if const_expr(config.cluster > 1):  # no CTA leaves while another one signals it
-            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def _stages(self, smem, dtype, layout):
@@ -244,8 +246,10 @@ class GemmSm90:
         return smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
 
     def _piece(self, i: int) -> tuple[int, int]:
-        """Rows and columns of output i that a warpgroup stores at a time."""
-        return ATOM_M, self.spec.cols(i, self.cols)
+        """Rows and columns of sink i that a warpgroup stores at a time."""
+        which, form = self.spec.sinks[i]
+        cols = self.spec.cols(which, self.cols)
+        return ATOM_M, cols // 2 if form in (Form.GATES, Form.UPS) else cols
 
     def _kind(self, operand: epi.Operand) -> Kind:
         """What it is for the product that the kernel computes."""
@@ -371,6 +375,7 @@ class GemmSm90:
             sums.fill(Float32(0.0))
             if const_expr(config.pingpong):
                 barrier.sync_numbered(TURN + group, 2 * WARPGROUP)
+            turn = TURN + 1 - group if const_expr(config.pingpong) else None
             if const_expr(self.promoted):
                 phase = ring.multiply_promoted(
                     mma,
@@ -384,13 +389,13 @@ class GemmSm90:
                     self.stages,
                     self.shape,
                     at,
+                    turn,
                 )
             else:
                 phase = ring.multiply(
-                    mma, sums, rA, rB, barriers, phase, count, self.stages, self.shape, at
+                    mma, sums, rA, rB, barriers, phase, count, self.stages, self.shape, at, turn
                 )
             if const_expr(config.pingpong):
-                barrier.arrive_numbered(TURN + 1 - group, 2 * WARPGROUP)
                 phase = ring.skip(phase, count, self.stages)
             last = Boolean(True)
             if const_expr(config.split_k > 1):
@@ -506,9 +511,8 @@ class GemmSm90:
                 [sums[p * per_piece + i] for i in range(per_piece)],
                 functools.partial(_value, given),
             ):
-                store.store_piece(
-                    outs[which], values, buffer, place, pending, STORE + group, thread
-                )
+                for out in [outs[i] for i, sink in enumerate(self.spec.sinks) if sink[0] == which]:
+                    store.store_piece(out, values, buffer, place, pending, STORE + group, thread)
 
     def _given(
         self, operands, held, shared_rows, first, atom, inside, matrix, group, thread

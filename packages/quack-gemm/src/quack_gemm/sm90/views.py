@@ -39,6 +39,14 @@ def paired(tensor: cute.Tensor, concat: bool) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
+def half(tensor: cute.Tensor, which: int) -> cute.Tensor:
+    """(M, 2 N, L) as the first or second N columns; N columns are a multiple of 16 bytes."""
+    rows, cols, matrices = tensor.shape
+    start = (tensor.iterator + which * (cols // 2) * tensor.stride[1]).align(16)
+    layout = cute.make_layout((rows, cols // 2, matrices), stride=tensor.stride)
+    return cute.make_tensor(start, layout)
+
+
 def natural(col: Int32, cols: Int32, concat: bool) -> Int32:
     """Which row of B the column of a product is, where ``paired`` has moved it."""
     block, half, place = col // (2 * BLOCK), col // BLOCK % 2, col % BLOCK

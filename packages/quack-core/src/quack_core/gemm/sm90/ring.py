@@ -11,6 +11,9 @@ from cutlass.cute.nvgpu import warpgroup
 from quack_core.device import barrier, tma
 from quack_core.device.barrier import Phase
 
+TWO_WARPGROUPS = 256
+"""Threads."""
+
 
 class Ring(NamedTuple):
     """Stages, each with a part of A and one of B.
@@ -130,6 +133,7 @@ def multiply(
     stages: cutlass.Constexpr[int],
     shape: cutlass.Constexpr[tuple[int, int]],
     at: Cluster,
+    turn: Int32 | None = None,
 ) -> Phase:
     """Add the product of ``count`` stages to ``sums``; one stage is read while the next one begins.
 
@@ -138,6 +142,8 @@ def multiply(
     Args:
         rA, rB: descriptors of the stages: (instruction, m or n, k, stages).
         shape: of the cluster.
+        turn: number of the named barrier of two warpgroups at which to say that the other one may
+            begin, as soon as everything is issued; None: there is none.
 
     Returns:
         The phase behind the last stage.
@@ -155,6 +161,8 @@ def multiply(
             release(ring, before, shape, at)
         before = phase
         phase = barrier.next_phase(phase, stages)
+    if const_expr(turn is not None):
+        barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
     warpgroup.wait_group(0)
     if count > 0:
         release(ring, before, shape, at)
@@ -174,6 +182,7 @@ def multiply_promoted(
     stages: cutlass.Constexpr[int],
     shape: cutlass.Constexpr[tuple[int, int]],
     at: Cluster,
+    turn: Int32 | None = None,
 ) -> Phase:
     """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
     about 14 bits of sums of 8-bit products.
@@ -200,6 +209,8 @@ def multiply_promoted(
                 total: Any = sums[c * size + i]
                 sums[c * size + i] = total + parts[c][i]
         phase = barrier.next_phase(phase, stages)
+    if const_expr(turn is not None):
+        barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
     return phase
 
 
