@@ -138,13 +138,16 @@ def copy_faults(spec: GemmSpec, config: GemmConfig, found: Counter[str]) -> Iter
     if not loads or bool(multicast) != (shared > 0) or (shared == 2 and loads != multicast):
         yield f"tiles come by {sorted(loads)}, and {shared} operands are shared"
     stores = sum(count for name, count in found.items() if name.startswith("UTMASTG"))
-    if stores < config.pieces(spec) * len(spec.outputs):
-        yield f"{stores} UTMASTG for {config.pieces(spec)} parts of {len(spec.outputs)} outputs"
+    if stores < config.pieces(spec) * len(spec.sinks):
+        yield f"{stores} UTMASTG for {config.pieces(spec)} parts, each stored as {spec.sinks}"
     # Two for each store, of its buffer and its place, and one for the number of the warpgroup.
     if found["R2UR"] > 2 * stores + 1:
         yield f"{found['R2UR']} R2UR, and {stores} UTMASTG"
     matrices = sum(count for name, count in found.items() if name.startswith("STSM"))
-    narrow = [name for name in spec.outputs if dtypes.width(name) == 16]
+    # A gate and what it gates, side by side, are no part of such a matrix.
+    narrow = [
+        i for i, form in spec.sinks if form != "pairs" and dtypes.width(spec.outputs[i]) == 16
+    ]
     if bool(matrices) != bool(narrow):
         yield f"{matrices} STSM for outputs {spec.outputs}"
 

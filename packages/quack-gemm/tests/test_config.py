@@ -231,7 +231,7 @@ def test_pieces_make_up_a_tile(spec: GemmSpec, config: GemmConfig) -> None:
     assert config.tile_n % cols == 0
     assert cols in WIDTHS
     assert config.pieces(spec) * cols * ATOM_M * config.sharing == config.tile_m * config.tile_n
-    assert max(row_bytes(spec, cols)) <= SWIZZLE_BYTES
+    assert suits(spec, cols)
 
 
 @each_pair
@@ -253,11 +253,14 @@ def test_wide_pieces_cost_no_stage(spec: GemmSpec, config: GemmConfig) -> None:
 
 
 def suits(spec: GemmSpec, cols: int) -> bool:
-    """Whether pieces may have so many columns: no more than a swizzle, few if a thread holds more."""
+    """Whether pieces may have so many columns: at least those of a store instruction, no more than a
+    swizzle, and few if a thread holds more."""
     holds = len(spec.outputs) > 1 or any(
         one.kind in (Kind.TILE, Kind.PAIRS) for one in operands(spec.epilogue)
     )
-    return cols <= (32 if holds else 128) and max(row_bytes(spec, cols)) <= SWIZZLE_BYTES
+    least = min(spec.cols(i, cols) for i in range(len(spec.outputs)))
+    most = max(row_bytes(spec, cols))
+    return least >= 16 and cols <= (32 if holds else 128) and most <= SWIZZLE_BYTES
 
 
 def stages_beside(spec: GemmSpec, config: GemmConfig, cols: int) -> int:
