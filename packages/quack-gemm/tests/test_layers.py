@@ -9,9 +9,19 @@ from torch import Tensor, nn
 
 from quack_core.errors import DTypeError
 from quack_core.gemm.activations import reference
+from quack_core.gemm.epilogue import AddVector, RowReduce
 from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import random
-from quack_gemm.fused import GATED, gemm_act, gemm_dact, gemm_dgated, gemm_gated
+from quack_gemm.api import compute
+from quack_gemm.fused import (
+    GATED,
+    gemm_act,
+    gemm_dact,
+    gemm_dgated,
+    gemm_gated,
+    gemm_norm_act,
+    gemm_rms,
+)
 from quack_gemm.layers import MLP, Linear, linear, linear_act, linear_gated, mlp
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -200,3 +210,41 @@ def test_compile_whole_graph(device: str) -> None:
         one(leaf).sum().backward()
         gradients.append(leaf.grad)
     assert torch.allclose(*gradients, rtol=2.0**-6, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (3, 24, 64)])
+def test_a_norm_in_two_gemms(shape: tuple[int, ...], device: str) -> None:
+    """RMSNorm between two layers: its sums from one, its factors into the next."""
+    a, b = random(shape, BF16, device, seed=1), random((80, 64), BF16, device, seed=2).mT
+    c = random((*shape[:-1], 80), BF16, device, seed=3)
+    weight = random((80, 48), BF16, device, seed=4)
+    h, rstd = gemm_rms(a, b, c=c)
+    exact = a.double() @ b.double() + c.double()
+    right = (exact.square().mean(-1) + 1e-6).rsqrt()
+    assert rstd.dtype == F32 and rstd.shape == shape[:-1]
+    assert ((rstd - right).abs() <= 8 * 2.0**-24 * right).all()
+    found = gemm_norm_act(h, weight, rstd, "silu", out_dtype=F32)
+    wanted = F.silu((h.double() @ weight.double()) * rstd.double()[..., None])
+    assert torch.allclose(found.double(), wanted, rtol=2.0**-18, atol=2.0**-18)
+    halved = gemm_norm_act(h, weight.mT.contiguous().mT, rstd, "swiglu")
+    assert halved.shape == (*shape[:-1], 24)
+
+
+@pytest.mark.parametrize("n", [40, 1001])
+@pytest.mark.parametrize("name", ["sum", "sum_squares", "max", "lse"])
+def test_reductions_of_rows(name: str, n: int, device: str) -> None:
+    """Columns beyond N do not count, however the tiles lie."""
+    a, b = random((150, 64), BF16, device, seed=1), random((n, 64), BF16, device, seed=2).mT
+    bias = random((n,), F32, device, seed=3) + 3
+    steps = [(AddVector("float32"), (bias,)), (RowReduce(name), ())]
+    _, found = compute(a, b, steps, [BF16])
+    x = a.double() @ b.double() + bias.double()
+    right = {
+        "sum": x.sum(-1),
+        "sum_squares": x.square().sum(-1),
+        "max": x.amax(-1),
+        "lse": x.logsumexp(-1),
+    }[name]
+    terms = x.abs().sum(-1) if name == "sum" else right.abs()
+    assert found.dtype == F32 and found.shape == (150,)
+    assert ((found - right).abs() <= 2.0**-18 * terms).all()

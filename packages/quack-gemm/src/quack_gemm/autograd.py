@@ -136,7 +136,7 @@ def _forward_fake(
     return [
         a.new_empty((*batch, m, spec.cols(i, b.shape[-1])), dtype=dtype)
         for i, dtype in enumerate(out_dtypes)
-    ]
+    ] + [a.new_empty((*batch, m), dtype=torch.float32) for _ in spec.reductions]
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:

@@ -129,6 +129,10 @@ class GemmConfig:
         down = -(-cols // (self.tile_n * self.cluster_n))
         return across * down * batches * self.cluster
 
+    def tiles_across(self, n: int) -> int:
+        """Tiles side by side in a row of D, those of whole clusters; without ``swap``."""
+        return -(-n // (self.tile_n * self.cluster_n)) * self.cluster_n
+
     def tile_k(self, spec: GemmSpec) -> int:
         """Elements along K of a stage."""
         return SWIZZLE_BYTES * 8 // dtypes.width(spec.a)
@@ -194,6 +198,8 @@ class GemmConfig:
         Raises:
             ValueError: too little shared memory, or an epilogue that the tile does not suit.
         """
+        if spec.reductions and self.swap:
+            raise ValueError(f"{self}: rows are reduced without swap")
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
         blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load

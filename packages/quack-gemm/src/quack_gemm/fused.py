@@ -9,10 +9,13 @@ from quack_core import torch_op
 from quack_core.gemm.epilogue import (
     Activation,
     ActivationGrad,
+    AddC,
     AddVector,
     Gate,
     GateGrad,
     Kind,
+    RowReduce,
+    Scale,
     StoreAux,
 )
 
@@ -125,6 +128,59 @@ def gemm_dgated(
     op = GateGrad(_of_gate(activation), _name(preact), preact.dim() == 3)
     steps: list[Step] = [(op, (preact,))]
     return _checked(dout, weight, steps, [out_dtype or dout.dtype], concat)[0]
+
+
+def gemm_rms(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``h = a @ b + c + bias``, and 1 / sqrt(mean of h^2 + eps) of each row: what a following RMSNorm
+    needs.
+
+    Args:
+        a, b, c, bias, out_dtype: as of ``gemm``.
+
+    Returns:
+        h (M, N) or (L, M, N), and float32 (M,) or (L, M), of h before it is rounded.
+    """
+    steps: list[Step] = []
+    if c is not None:
+        torch_op.check_dtype("gemm", "c", c.dtype)
+        steps.append((AddC(_name(c), None, c.dim() == 3), (c,)))
+    steps += [*_biased(a, b, bias), (RowReduce("sum_squares"), ())]
+    h, squares = _checked(a, b, steps, [out_dtype or a.dtype], False)
+    return h, torch.rsqrt(squares / b.shape[-1] + eps)
+
+
+def gemm_norm_act(
+    a: Tensor,
+    b: Tensor,
+    rstd: Tensor,
+    activation: str = "identity",
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``f(rstd * (a @ b) + bias)``: a GEMM of normalised rows, before they are normalised.
+
+    The norm's weight belongs into ``b``.
+
+    Args:
+        rstd: float32 (M,) or (L, M), as ``gemm_rms`` gives it.
+        activation: one of `quack_core.gemm.epilogue.ACTIVATIONS`, or of ``GATED``.
+    """
+    steps: list[Step] = [(Scale(Kind.COLUMN, "rstd", "float32", rstd.dim() == 2), (rstd,))]
+    steps += _biased(a, b, bias)
+    if activation in GATED:
+        steps.append((Gate(GATED[activation]), ()))
+    else:
+        steps.append((Activation(activation), ()))
+    return _checked(a, b, steps, [out_dtype or a.dtype], False)[0]
 
 
 def gemm_add(a: Tensor, b: Tensor, c: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -48,11 +48,14 @@ def forward(
         out if out is not None and i == 0 else _empty(a, (*batch, m, spec.cols(i, n)), dtype)
         for i, dtype in enumerate(out_dtypes)
     ]
-    if 0 in (m, n, *batch):
-        return outputs
+    if 0 in (m, n, *batch):  # a sum of nothing is 0, but nothing has a largest element
+        nothing = a.new_zeros(*batch, m, max(n, 1), dtype=torch.float32)
+        return outputs + [reference.reduce(name, nothing) for name in spec.reductions]
     if k == 0:  # nothing to multiply
         found = reference.forward(a, b, steps, out_dtypes, concat)
-        return [target.copy_(source) for target, source in zip(outputs, found, strict=True)]
+        for target, source in zip(outputs, found, strict=False):
+            target.copy_(source)
+        return outputs + found[len(outputs) :]
     index = a.get_device()
     key = (
         m, n, k, batch, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
@@ -64,8 +67,11 @@ def forward(
             _launchers.clear()
         launch = _launchers[key] = _prepare(a, b, outputs, ops, concat, config, index)
     operands = tuple(operand for _, given in steps for operand in given)
-    launch(a, b, tuple(outputs), operands or None)
-    return outputs
+    partials = launch(a, b, tuple(outputs), operands or None)
+    if partials is None:
+        return outputs
+    ways = ["sum" if name == "sum_squares" else name for name in spec.reductions]
+    return outputs + [reference.reduce(w, x) for w, x in zip(ways, partials, strict=True)]
 
 
 @functools.cache
@@ -132,20 +138,32 @@ def _prepare(
     squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
     alone = outputs[0].dim() == 3 and not spec.batched
 
-    def launch(a: Tensor, b: Tensor, outputs: tuple[Tensor, ...], operands: Any) -> None:
+    width = chosen.tiles_across(problem.n)
+    shape = (*((batches,) if spec.batched else ()), problem.m, width)
+
+    def launch(
+        a: Tensor, b: Tensor, outputs: tuple[Tensor, ...], operands: Any
+    ) -> tuple[Tensor, ...] | None:
+        """Results of reductions, of each tile, if there are any."""
         if squeeze_a:
             a = a[0]
         if squeeze_b:
             b = b[0]
         if alone:
             outputs = tuple(x[0] for x in outputs)
+        partials = None
+        if spec.reductions:
+            partials = tuple(
+                torch.empty(shape, dtype=torch.float32, device=a.device) for _ in spec.reductions
+            )
         if not tiles:
-            kernel(a, b, outputs, operands, resident, None, None)
-            return
+            kernel(a, b, outputs, operands, partials, resident, None, None)
+            return partials
         # The allocator gives memory back to the stream that used it: launches do not share it.
         parts = torch.empty(tiles * chosen.part_elements, device=a.device)
         counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
-        kernel(a, b, outputs, operands, resident, parts, counters)
+        kernel(a, b, outputs, operands, partials, resident, parts, counters)
+        return partials
 
     return launch
 

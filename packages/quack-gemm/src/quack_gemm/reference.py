@@ -21,6 +21,8 @@ def forward(
 ) -> list[Tensor]:
     """``epilogue(a @ b)`` in float32, each output rounded once; float64 operands stay float64.
 
+    Results of reductions come last: (M,) or (L, M), float32.
+
     Args:
         a: (M, K) or (L, M, K).
         b: (K, N) or (L, K, N).
@@ -33,7 +35,7 @@ def forward(
     turned = concat and any(op.pairs for op, _ in steps)  # ops want pairs side by side
     if turned:
         x = _interleaved(x)
-    outputs = []
+    outputs, reduced = [], []
     for op, operands in steps:
         given = [
             _broadcast(operand, what.kind, kind, turned, concat)
@@ -43,8 +45,20 @@ def forward(
         turned = (turned or (concat and op.splits)) and not op.pairs
         if op.aux:
             outputs.append(_separate(x) if turned else x)
+        if op.reduces:
+            found = reduce(op.reduces, x)
+            reduced.append(found if kind == torch.float64 else found.float())
     outputs.insert(0, _separate(x) if turned else x)
-    return [found.to(dtype) for found, dtype in zip(outputs, out_dtypes, strict=True)]
+    return [x.to(dtype) for x, dtype in zip(outputs, out_dtypes, strict=True)] + reduced
+
+
+def reduce(name: str, x: Tensor) -> Tensor:
+    """Over the last dimension."""
+    if name == "max":
+        return x.amax(-1)
+    if name == "lse":
+        return x.logsumexp(-1)
+    return (x.square() if name == "sum_squares" else x).sum(-1)
 
 
 def _broadcast(operand: Any, what: Kind, kind: torch.dtype, turned: bool, concat: bool) -> Any:

@@ -48,6 +48,8 @@ class GemmSpec:
             raise ValueError("an epilogue that takes pairs: b must be column-major")
         if (self.gated or self.doubled) and self.d_major != "row":
             raise ValueError("an epilogue with pairs: D must be row-major")
+        if self.reductions and (self.gated or self.doubled):
+            raise ValueError("an epilogue with pairs reduces no rows")
         behind = False
         for op in self.epilogue:
             kinds = [operand.kind for operand in op.operands]
@@ -97,6 +99,11 @@ class GemmSpec:
     def paired(self) -> tuple[bool, ...]:
         """Which outputs have gates and what they gate in turn."""
         return tuple(ratio == (2, 1) or (self.gated and ratio == (1, 1)) for ratio in self.ratios)
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """What is reduced over the columns of D."""
+        return tuple(op.reduces for op in self.epilogue if op.reduces)
 
     @property
     def sinks(self) -> tuple[tuple[int, str], ...]:

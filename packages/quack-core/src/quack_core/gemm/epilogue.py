@@ -67,6 +67,7 @@ class Op:
         pairs: ``apply`` takes two values, of gate and up, and gives one: D has half as many columns.
         splits: ``apply`` gives two values, of gate and up: D has twice as many columns.
         aux: dtype of a copy of the value that is stored as well, as it is here; None for none.
+        reduces: name of a reduction over the columns of D of the value, as it is here; None for none.
     """
 
     pairs: ClassVar[bool] = False
@@ -78,6 +79,10 @@ class Op:
 
     @property
     def aux(self) -> str | None:
+        return None
+
+    @property
+    def reduces(self) -> str | None:
         return None
 
     def apply(self, x: Any, *operands: Any) -> Any:
@@ -307,6 +312,33 @@ class StoreAux(Op):
         return x
 
 
+@dataclass(frozen=True)
+class RowReduce(Op):
+    """x, which is also reduced over each row of D, to float32.
+
+    Args:
+        name: one of ``REDUCTIONS``.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in REDUCTIONS:
+            raise ValueError(f"name={self.name!r}: must be one of {', '.join(REDUCTIONS)}")
+
+    @property
+    def reduces(self) -> str | None:
+        return self.name
+
+    def apply(self, x: Any, *operands: Any) -> Any:
+        return x
+
+    def reference(self, x: Any, *operands: Any) -> Any:
+        return x
+
+
+REDUCTIONS = ("sum", "sum_squares", "max", "lse")
+"""Over the columns of a row; "lse" is the logarithm of the sum of exponentials."""
 ACTIVATIONS = (
     "identity",
     "relu",

@@ -16,7 +16,7 @@ from quack_core.device import barrier, tma
 from quack_core.gemm import epilogue as epi
 from quack_core.gemm import order
 from quack_core.gemm.epilogue import Kind
-from quack_core.gemm.sm90 import fragment, ring, split, store, visit
+from quack_core.gemm.sm90 import fragment, ring, rows, split, store, visit
 from quack_core.gemm.sm90.ring import Cluster
 from quack_core.gemm.sm90.store import Form
 from quack_core.jit.compile import symbolic, to_cute
@@ -61,6 +61,7 @@ class GemmSm90:
         b: cute.Tensor,  # (K, N) or (L, K, N)
         outputs: tuple,  # D, then copies: (M, N) or (L, M, N)
         operands: tuple | None,  # of the epilogue's ops, in order
+        reduced: tuple | None,  # of rows: (M, tiles) or (L, M, tiles), float32
         max_clusters: Int32,  # that the GPU holds at once
         parts: cute.Tensor | None,  # scratch of split-K, float32: config.part_elements of each tile
         counters: cute.Tensor | None,  # int32: as many as tiles have warpgroups
@@ -91,9 +92,9 @@ class GemmSm90:
         ]
         stores = [tma.store_atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
 
-        rows = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
-        cols = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        tile_order = order.make(rows, cols, rows_cols[2], config.group)
+        down = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
+        across = cute.ceil_div(n, config.tile_n * config.cluster_n)
+        tile_order = order.make(down, across, rows_cols[2], config.group)
         clusters = cutlass.min(tile_order.total * config.split_k, max_clusters)
         self.kernel(
             mma,
@@ -104,6 +105,7 @@ class GemmSm90:
             tuple(tiles),
             (rows_cols[0], n, cute.ceil_div(k, self.tile_k)),
             tile_order,
+            reduced,
             parts,
             counters,
         ).launch(
@@ -162,6 +164,7 @@ class GemmSm90:
         operands,
         sizes,
         tile_order,
+        reduced,
         parts,
         counters,
     ):
@@ -230,7 +233,7 @@ class GemmSm90:
                 barriers,
                 sizes,
                 tile_order,
-                (parts, counters, answer),
+                (parts, counters, answer, reduced),
                 at,
                 work,
                 clusters,
@@ -402,7 +405,18 @@ class GemmSm90:
                 last = self._collect(sums, scratch, work, at, group, thread)
             if last:
                 self._finish(
-                    sums, outs, operands, held, shared_rows, row, col, matrix, sizes, group, thread
+                    sums,
+                    outs,
+                    operands,
+                    held,
+                    shared_rows,
+                    scratch[3],
+                    row,
+                    col,
+                    matrix,
+                    sizes,
+                    group,
+                    thread,
                 )
             work += step
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
@@ -413,7 +427,7 @@ class GemmSm90:
 
     def _collect(self, sums, scratch, work: Int32, at: Cluster, group: Int32, thread: Int32):
         """Whether this part of a tile's K is the last one that comes; then ``sums`` are all."""
-        parts, counters, answer = scratch
+        parts, counters, answer, _ = scratch
         splits, cluster = self.config.split_k, self.config.cluster
         tile = work // splits * cluster + at.row + self.shape[0] * at.col
         return split.collect(
@@ -478,7 +492,19 @@ class GemmSm90:
 
     @cute.jit
     def _finish(
-        self, sums, outs, operands, held, shared_rows, row, col, matrix, sizes, group, thread
+        self,
+        sums,
+        outs,
+        operands,
+        held,
+        shared_rows,
+        reduced,
+        row,
+        col,
+        matrix,
+        sizes,
+        group,
+        thread,
     ):
         """Apply the epilogue to a tile and store it, part by part."""
         config = self.config
@@ -492,6 +518,8 @@ class GemmSm90:
             barrier.sync_numbered(STORE + group, WARPGROUP)
         per_piece = const_expr(fragment.sums_of(self.cols))
         per_atom = const_expr(config.tile_n // self.cols)
+        names = const_expr(self.spec.reductions)
+        so_far = [rows.neutral(name) for name in names]
         for p in cutlass.range_constexpr(config.pieces(self.spec)):
             atom, inside = const_expr(p // per_atom), const_expr(p % per_atom)
             first = (
@@ -511,8 +539,25 @@ class GemmSm90:
                 [sums[p * per_piece + i] for i in range(per_piece)],
                 functools.partial(_value, given),
             ):
+                if const_expr(which < 0):
+                    i = const_expr(-which - 1)
+                    before = so_far[i] if inside else rows.neutral(names[i])
+                    so_far[i] = rows.add(names[i], before, values, first[1], sizes[1])
                 for out in [outs[i] for i, sink in enumerate(self.spec.sinks) if sink[0] == which]:
                     store.store_piece(out, values, buffer, place, pending, STORE + group, thread)
+
+            if const_expr(inside == per_atom - 1):
+                for i in cutlass.range_constexpr(len(names)):
+                    rows.store(
+                        names[i],
+                        so_far[i],
+                        reduced[i],
+                        first[0],
+                        sizes[0],
+                        col,
+                        matrix,
+                        thread % WARP,
+                    )
 
     def _given(
         self, operands, held, shared_rows, first, atom, inside, matrix, group, thread
@@ -596,9 +641,15 @@ def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
         matrix(spec.b, (k, n), spec.b_major, spec.b_batched),
         outputs,
         tuple(operand(one) for one in epi.operands(spec.epilogue)) or None,
+        tuple(_partials(m, batch, spec) for _ in spec.reductions) or None,
         Int32(0),
         *(_scratch(name) if config.split_k > 1 else None for name in ("float32", "int32")),
     )
+
+
+def _partials(m: Any, batch: Any, spec: GemmSpec) -> Any:
+    shape = (batch, m, sym_int()) if spec.batched else (m, sym_int())
+    return symbolic("float32", shape, align=4, contiguous=True)
 
 
 def _scratch(dtype: str) -> Any:

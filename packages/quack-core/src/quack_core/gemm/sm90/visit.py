@@ -18,13 +18,13 @@ def outputs(
 ) -> Iterator[tuple[int, list[Float32]]]:
     """Number and values of each output, in the order of the thread's sums, as soon as they are known.
 
-    Number 0 is D, which comes last. Where an op takes or gives pairs, blocks of 8 columns alternate:
+    Number 0 is D, which comes last; -1, -2 and so on are values to be reduced. Where an op takes or gives pairs, blocks of 8 columns alternate:
     gates, then what they gate.
 
     Args:
         operand: gives operand number i of the epilogue for sum number j.
     """
-    values, first, copies = list(sums), 0, 0
+    values, first, copies, reduced = list(sums), 0, 0, 0
     for op in epilogue:
         count = len(op.operands)
         if op.pairs:
@@ -46,6 +46,9 @@ def outputs(
         if op.aux:
             copies += 1
             yield copies, values
+        if op.reduces:
+            reduced += 1
+            yield -reduced, values
         first += count
     yield 0, values
 
