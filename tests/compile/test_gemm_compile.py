@@ -21,6 +21,7 @@ from quack_core.gemm.epilogue import (
     GateGrad,
     Kind,
     Op,
+    RowReduce,
     Scale,
     StoreAux,
 )
@@ -75,6 +76,8 @@ EPILOGUES = [
     (fused(AddVector(BF16), StoreAux(BF16), Gate("silu")), WIDE),
     (fused(AddVector(BF16), StoreAux(BF16), Gate("silu"), concat=True), PINGPONG),
     (fused(ActivationGrad("gelu_tanh", BF16)), WIDE),
+    (fused(RowReduce("sum_squares"), Scale(Kind.ROW)), WIDE),
+    (fused(RowReduce("lse")), PINGPONG),
     (fused(GateGrad("silu", BF16)), WIDE),
     (GemmSpec(E4M3, E4M3, BF16, epilogue=SCALES), GemmConfig(128, 160, 2, 1)),
 ]

@@ -12,6 +12,7 @@ from quack_core.gemm.epilogue import (
     Gate,
     GateGrad,
     Kind,
+    RowReduce,
     Scale,
     StoreAux,
     operands,
@@ -138,6 +139,18 @@ def test_pairs_do_not_suit_a_tile(config: GemmConfig) -> None:
         with pytest.raises(ValueError, match="multiple of 32, and no swap"):
             config.check(fused(op))
     config.check(plain())
+
+
+def test_rows_are_reduced_without_swap() -> None:
+    with pytest.raises(ValueError, match="rows are reduced without swap"):
+        GemmConfig(128, 64, 1, 1, swap=True).check(fused(RowReduce("sum")))
+    GemmConfig(128, 64, 1, 1).check(fused(RowReduce("sum")))
+
+
+def test_pairs_are_shared_in_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="4 CTAs cannot share 6 blocks"):
+        GemmConfig(128, 96, 4, 1).check(fused(Gate("silu")))
+    GemmConfig(128, 96, 4, 1).check(plain())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from quack_core.gemm.epilogue import (
     GateGrad,
     Kind,
     Op,
+    RowReduce,
     Scale,
     StoreAux,
 )
@@ -77,6 +78,13 @@ def test_pairs_in_another_order(op: Op, fields: dict, needed: str) -> None:
     with pytest.raises(ValueError, match=needed):
         fused(op, **fields)
     fused(Activation("silu"), **fields)
+
+
+@pytest.mark.parametrize("op", [GATE, GATE_GRAD], ids=["takes", "gives"])
+def test_pairs_and_reduced_rows(op: Op) -> None:
+    with pytest.raises(ValueError, match="with pairs reduces no rows"):
+        fused(RowReduce("sum"), op)
+    assert fused(RowReduce("sum"), RowReduce("max")).reductions == ("sum", "max")
 
 
 def test_doubled_columns_take_any_b() -> None:
