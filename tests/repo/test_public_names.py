@@ -32,15 +32,22 @@ def test_norm_exports_exactly_the_promised_names(fresh_python):
     assert set(found[0]) <= set(found[1])
 
 
-def test_an_unknown_name_raises_attribute_error(fresh_python):
-    code = """
-import quack_norm
+def test_gemm_exports_exactly_the_promised_names(fresh_python):
+    found = fresh_python("import quack_gemm\nresult = quack_gemm.__all__, dir(quack_gemm)")
+    assert found[0] == ["__version__", "gemm"]
+    assert set(found[0]) <= set(found[1])
+
+
+@pytest.mark.parametrize("package", ["quack_gemm", "quack_norm"])
+def test_an_unknown_name_raises_attribute_error(fresh_python, package):
+    code = f"""
+import {package}
 try:
-    quack_norm.no_such_operator
+    {package}.no_such_operator
 except AttributeError as error:
     result = str(error)
 """
-    assert fresh_python(code) == "module 'quack_norm' has no attribute 'no_such_operator'"
+    assert fresh_python(code) == f"module '{package}' has no attribute 'no_such_operator'"
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +56,18 @@ def after_importing_everything(fresh_python) -> dict:
 {IMPORT_ALL}
 import types
 import torch
-import quack_core, quack_norm
-before = {{name: getattr(quack_norm, name) for name in quack_norm.__all__}}
+import quack_core, quack_gemm, quack_norm
+before = {{
+    (package, name): getattr(package, name)
+    for package in (quack_gemm, quack_norm)
+    for name in package.__all__
+}}
 import_all(quack_core)
+import_all(quack_gemm)
 import_all(quack_norm)
 
 x, weight = torch.randn(5, 24), torch.randn(24)
-labels = torch.arange(5)
+labels, half = torch.arange(5), x.bfloat16()
 wanted = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
 plain = torch.nn.functional.rms_norm(x, (24,), None, 1e-6)
 centred = torch.nn.functional.layer_norm(x, (24,), weight)
@@ -74,10 +86,13 @@ outcomes = {{
         quack_norm.cross_entropy_from_lse(x, x[:, 0], labels), (x.logsumexp(1) - x[:, 0]).mean()
     ),
     "topk": (quack_norm.topk(x, 7)[0], torch.topk(x, 7).values),
+    "gemm": (quack_gemm.gemm(half, half.T), (half.float() @ half.float().T).bfloat16()),
 }}
 modules = [each.name for each in pkgutil.iter_modules(quack_core.__path__)]
 result = {{
-    "replaced": [name for name in before if getattr(quack_norm, name) is not before[name]],
+    "replaced": [
+        name for (package, name), value in before.items() if getattr(package, name) is not value
+    ],
     "errors": {{
         name: float((got - want).abs().max() / want.abs().max())
         for name, (got, want) in outcomes.items()
@@ -95,7 +110,7 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
 
 
 NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
-NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk"]
+NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk", "gemm"]
 
 
 @pytest.mark.parametrize("name", NAMES)

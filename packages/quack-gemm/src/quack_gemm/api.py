@@ -123,6 +123,7 @@ def _steps(
 ) -> list[Step]:
     """The epilogue that the arguments of ``gemm`` describe."""
     steps: list[Step] = []
+    kind: Kind | None
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b), ("alpha", alpha)):
         if scale is None or (name == "alpha" and not isinstance(scale, Tensor) and scale == 1.0):
             continue

@@ -8,6 +8,8 @@ from torch import Tensor
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
 from quack_core.gemm.epilogue import Kind, Op, doubles, halves
 
+from .spec import Major
+
 HALF = (torch.bfloat16, torch.float16)
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
@@ -156,13 +158,14 @@ def out_dtype(dtype: torch.dtype) -> None:
         raise DTypeError(f"gemm: out_dtype is {_name(dtype)}: it must be one of {names}")
 
 
-def major(name: str, x: Tensor) -> str:
+def major(name: str, x: Tensor) -> Major:
     """Which memory order a matrix has, for a kernel.
 
     Raises:
         LayoutError: TMA cannot read it; says why and what helps.
     """
     rows, cols, width = x.shape[-2], x.shape[-1], x.element_size()
+    found: Major
     if x.stride(-1) == 1 or cols == 1:
         found, outer, dim = "row", x.stride(-2), -2
     elif x.stride(-2) == 1 or rows == 1:
