@@ -60,11 +60,20 @@ CONFIGS = [
     GemmConfig(256, 128, 2, 2),
     GemmConfig(256, 192, 2, 1),
 ]
-FEW_SUMS = [config for config in CONFIGS if config.atoms == 1 and config.accumulators <= 96]
+
+
+def most(spec: GemmSpec, config: GemmConfig) -> int:
+    """Sums of a thread that a spec leaves registers for."""
+    if spec.a == E:
+        return {1: 96, 2: 96, 3: 64}[config.groups] if config.atoms == 1 else 0
+    kinds = [operand.kind for op in spec.epilogue for operand in op.operands]
+    return 160 if spec.reductions or Kind.TILE in kinds or Kind.PAIRS in kinds else 192
+
+
 PAIRS = [
     (spec, config)
     for spec, config in itertools.product(SPECS, CONFIGS)
-    if spec.a != E or config in FEW_SUMS
+    if config.accumulators <= most(spec, config)
 ]
 
 
@@ -108,6 +117,7 @@ each_pair = pytest.mark.parametrize(("spec", "config"), PAIRS, ids=named)
         ({"stages": -2}, "stages=-2", "0 or at least 2"),
         ({"tile_m": 256, "tile_n": 256}, "tile_m=256, tile_n=256: 256 sums", "at most"),
         ({"tile_m": 128, "pingpong": True}, "tile_m=128, tile_n=256: 256 sums", "at most"),
+        ({"tile_m": 192, "tile_n": 208}, "tile_m=192, tile_n=208: 104 sums", "at most 96"),
     ],
 )
 def test_fields_out_of_range(fields: dict, found: str, needed: str) -> None:
@@ -294,3 +304,23 @@ def row_bytes(spec: GemmSpec, cols: int) -> list[int]:
     """Of a row of a piece, for each output."""
     outputs = zip(spec.outputs, spec.ratios, strict=True)
     return [cols * top // bottom * dtypes.width(name) // 8 for name, (top, bottom) in outputs]
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        (GemmSpec(E, E, B), GemmConfig(128, 256, 1, 1)),
+        (GemmSpec(E, E, B), GemmConfig(192, 160, 1, 1)),
+        (fused(ActivationGrad("silu", B)), GemmConfig(128, 192, 1, 1, pingpong=True)),
+    ],
+    ids=named,
+)
+def test_sums_that_would_spill(spec: GemmSpec, config: GemmConfig) -> None:
+    with pytest.raises(ValueError, match=f"{config.accumulators} sums per thread"):
+        config.check(spec)
+
+
+def test_loads_are_shared_in_whole_swizzles() -> None:
+    with pytest.raises(ValueError, match="4 CTAs share the loads of 48 rows: .* multiple of 32"):
+        GemmConfig(128, 48, 4, 1).check(plain())
+    GemmConfig(128, 64, 4, 1).check(plain())

@@ -34,9 +34,12 @@ def fused(*ops: Op, **fields: object) -> GemmSpec:
 
 
 def test_operands_of_two_sizes() -> None:
-    with pytest.raises(ValueError, match=f"a is {B}, b is {E4M3}: .* one size"):
+    with pytest.raises(ValueError, match=f"a is {B}, b is {E4M3}: both must"):
         GemmSpec(B, E4M3, B)
-    assert GemmSpec(E4M3, E5M2, B).a == E4M3  # two dtypes of one size are no fault
+    for same in ((B, H), (F, F)):
+        with pytest.raises(ValueError, match="both must have 8 bits, or be the same of 16 bits"):
+            GemmSpec(*same, B)
+    assert GemmSpec(E4M3, E5M2, B).a == E4M3  # two dtypes of 8 bits are no fault
 
 
 def test_a_dtype_that_does_not_exist() -> None:
@@ -154,7 +157,7 @@ def test_batches(a_batched: bool, b_batched: bool, batched: bool) -> None:
     [
         (GemmSpec(B, B, B), "gemm_bf16_bf16_rcr"),
         (GemmSpec(H, H, F, "column", "row", "column"), "gemm_fp16_fp32_crc"),
-        (GemmSpec(E4M3, E5M2, B), "gemm_e4m3_bf16_rcr"),
+        (GemmSpec(E4M3, E5M2, B), "gemm_e4m3_e5m2_bf16_rcr"),
         (fused(AddVector(B), GATE), "gemm_bf16_bf16_rcr_addvector_gate"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

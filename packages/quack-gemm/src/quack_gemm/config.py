@@ -19,8 +19,14 @@ BARRIER_BYTES = 2048
 """For barriers, and what alignment takes."""
 REGISTERS = 65536
 """Of an SM."""
-MOST_PROMOTED = 96
-"""Sums of a thread where they are promoted: more spill."""
+MOST_SUMS = {1: 192, 2: 192, 3: 96}
+"""Sums of a thread, by the warpgroups that multiply: more spill."""
+MOST_BUSY_SUMS = 160
+"""The same beside an epilogue that reads whole tiles or reduces rows."""
+MOST_PROMOTED = {1: 96, 2: 96, 3: 64}
+"""The same where sums are promoted, which takes twice as many."""
+MULTICAST_ROWS = 8
+"""Rows that a swizzle of 128 bytes moves as a whole: CTAs load so many at least, for all that share."""
 PARTS = 2
 """Of a tile's columns, where sums are promoted: one is added while the next one is multiplied."""
 MOST_STAGES = 20
@@ -76,10 +82,11 @@ class GemmConfig:
             raise ValueError(f"split_k={self.split_k} with pingpong: one of them")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: must be 0 or at least 2")
-        if self.accumulators > 208:
+        most = MOST_SUMS[self.groups]
+        if self.accumulators > most:
             raise ValueError(
                 f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} sums per thread, "
-                "at most 208 fit its registers"
+                f"at most {most} fit its registers"
             )
 
     @property
@@ -177,7 +184,8 @@ class GemmConfig:
         found = 0
         for i, name in enumerate(spec.outputs):
             found += spec.cols(i, elements) * dtypes.width(name) // 8
-        vectors = sum(one.kind in (Kind.ROW, Kind.COLUMN) for one in operands(spec.epilogue))
+        shared = Kind.COLUMN if self.swap else Kind.ROW
+        vectors = sum(one.kind == shared for one in operands(spec.epilogue))
         return found + self.groups * vectors * 4 * self.tile_n
 
     def depth(self, spec: GemmSpec) -> int:
@@ -219,8 +227,21 @@ class GemmConfig:
                     f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
                     "64 rows for each warpgroup"
                 )
-            if self.accumulators > MOST_PROMOTED:
+            most = MOST_PROMOTED[self.groups]
+            if self.accumulators > most:
                 raise ValueError(
                     f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
-                    f"{2 * MOST_PROMOTED} fit its registers"
+                    f"{2 * most} fit its registers"
+                )
+        tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
+        if (tiles or spec.reductions) and self.accumulators > MOST_BUSY_SUMS:
+            raise ValueError(
+                f"{self}: {self.accumulators} sums per thread; beside such an epilogue at most "
+                f"{MOST_BUSY_SUMS} fit its registers"
+            )
+        for rows, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
+            if rows % (MULTICAST_ROWS * sharers):
+                raise ValueError(
+                    f"{self}: {sharers} CTAs share the loads of {rows} rows: it must be a multiple of "
+                    f"{MULTICAST_ROWS * sharers}"
                 )

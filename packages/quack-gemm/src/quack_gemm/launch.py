@@ -77,7 +77,7 @@ def forward(
 @functools.cache
 def shape_of(ops: tuple[Op, ...]) -> GemmSpec:
     """A spec with these ops: how many columns each output has."""
-    return GemmSpec("bfloat16", "bfloat16", "bfloat16", epilogue=ops)
+    return GemmSpec("bfloat16", "bfloat16", "bfloat16", a_batched=True, epilogue=ops)
 
 
 def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:

@@ -37,8 +37,11 @@ class GemmSpec:
     concat: bool = False
 
     def __post_init__(self) -> None:
-        if dtypes.width(self.a) != dtypes.width(self.b):
-            raise ValueError(f"a is {self.a}, b is {self.b}: their elements must have one size")
+        widths = {dtypes.width(self.a), dtypes.width(self.b)}
+        if widths != {8} and not (widths == {16} and self.a == self.b):
+            raise ValueError(
+                f"a is {self.a}, b is {self.b}: both must have 8 bits, or be the same of 16 bits"
+            )
         if dtypes.width(self.a) == 8 and (self.a_major, self.b_major) != ("row", "column"):
             raise ValueError("8-bit operands: a must be row-major, b column-major")
         epi.halves(self.epilogue)
@@ -53,6 +56,12 @@ class GemmSpec:
         behind = False
         for op in self.epilogue:
             kinds = [operand.kind for operand in op.operands]
+            for one in op.operands:
+                if one.batched and (one.kind == Kind.DEVICE_SCALAR or not self.batched):
+                    raise ValueError(
+                        f"{one.name} of {type(op).__name__} has a batch: scalars have none, nor have "
+                        "other operands where A and B have none"
+                    )
             if self.gated and (Kind.TILE in kinds or (behind and Kind.ROW in kinds)):
                 raise ValueError(
                     f"{type(op).__name__}: beside an op that takes pairs there are no operands of D's "
@@ -119,4 +128,8 @@ class GemmSpec:
         """Kernel name, as profilers show it."""
         ops = "".join("_" + type(op).__name__.lower() for op in self.epilogue)
         majors = "".join(m[0] for m in (self.a_major, self.b_major, self.d_major))
-        return f"gemm_{dtypes.short(self.a)}_{dtypes.short(self.d)}_{majors}{ops}"
+        other = "" if self.a == self.b else f"_{dtypes.short(self.b)}"
+        batch = "_batched" if self.batched else ""
+        concat = "_concat" if self.concat else ""
+        kinds = f"{dtypes.short(self.a)}{other}_{dtypes.short(self.d)}_{majors}"
+        return f"gemm_{kinds}{batch}{ops}{concat}"
