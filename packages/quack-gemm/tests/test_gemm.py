@@ -104,6 +104,24 @@ def test_batches(batches: tuple[int, int], device: str) -> None:
     compare(gemm(a, b), a, b)
 
 
+@pytest.mark.parametrize("batches", [(3, 3), (1, 3), (1, 1), (0, 1)])
+def test_batches_of_other_operands(batches: tuple[int, int], device: str) -> None:
+    a = matrix(40, 72, "row", device, 1, batch=batches[0])
+    b = matrix(72, 88, "column", device, 2, batch=batches[1])
+    count = max(batches)
+    c, bias = (
+        random((count, 40, 88), BF16, device, seed=3),
+        random((count, 88), F32, device, seed=4),
+    )
+
+    def finish(x: Tensor) -> Tensor:
+        return x + c.to(x.dtype) + bias.to(x.dtype)[:, None]
+
+    compare(gemm(a, b, c=c, bias=bias), a, b, finish)
+    one = random((88,), F32, device, seed=5)
+    compare(gemm(a, b, bias=one), a, b, lambda x: x + one.to(x.dtype))
+
+
 @pytest.mark.parametrize("out_dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_dtypes(dtype: torch.dtype, out_dtype: torch.dtype, device: str) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def forward(
     """
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = batch_of(a, b)
+    if batch == (1,):
+        a, b = (x[0] if x.dim() == 3 else x for x in (a, b))
+        single = None if out is None else out[0]
+        found = forward(a, b, _unbatched(steps), out_dtypes, concat, single, config)
+        return [x.unsqueeze(0) for x in found]
     ops = tuple(op for op, _ in steps)
     spec = shape_of(ops)
     outputs = [
@@ -86,6 +92,16 @@ def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
     if not sizes:
         return ()
     return (0,) if 0 in sizes else (max(sizes),)
+
+
+def _unbatched(steps: Sequence[Step]) -> list[Step]:
+    """An epilogue of a batch of one matrix, as that of the matrix."""
+    found = []
+    for op, operands in steps:
+        batched = [what.batched for what in op.operands]
+        given = tuple(x[0] if b else x for x, b in zip(operands, batched, strict=True))
+        found.append((replace(op, batched=False) if any(batched) else op, given))  # type: ignore[type-var]
+    return found
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -136,7 +152,6 @@ def _prepare(
     m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
     tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
     squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
-    alone = outputs[0].dim() == 3 and not spec.batched
 
     width = chosen.tiles_across(problem.n)
     shape = (*((batches,) if spec.batched else ()), problem.m, width)
@@ -149,8 +164,6 @@ def _prepare(
             a = a[0]
         if squeeze_b:
             b = b[0]
-        if alone:
-            outputs = tuple(x[0] for x in outputs)
         partials = None
         if spec.reductions:
             partials = tuple(
