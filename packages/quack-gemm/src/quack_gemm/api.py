@@ -11,6 +11,7 @@ from quack_core.gemm.epilogue import Activation, AddC, AddVector, Kind, Op, Scal
 
 from . import autograd, check, launch
 from .config import GemmConfig
+from .heuristic import SPLITS
 from .reference import Step
 
 Entry = Op | tuple[Any, ...]
@@ -77,7 +78,7 @@ def gemm(
     steps += [_entry(one) for one in epilogue]
     cols = check.steps(steps, m, n, batches, a.device)
     if out_dtype is None:
-        out_dtype = out.dtype if out is not None else a.dtype if a.itemsize == 2 else torch.bfloat16
+        out_dtype = out.dtype if out is not None else default_dtype(a)
     check.out_dtype(out_dtype)
     dtypes = [out_dtype, *(torch_op.torch_dtype(op.aux) for op, _ in steps if op.aux)]
     if len(dtypes) > 1:
@@ -86,12 +87,19 @@ def gemm(
             "gemm returns one tensor",
             "call gemm_act, gemm_gated or quack_gemm.api.compute",
         )
+    if split_k is not None and split_k not in SPLITS:
+        raise check.ShapeError(f"gemm: split_k is {split_k}: it must be one of {SPLITS}")
     if split_k is not None and config is not None:
         raise check.ShapeError("gemm: split_k and config were given: config holds split_k")
     if out is not None:
         check.output(out, (m, cols) if batches is None else (batches, m, cols), out_dtype, a.device)
         return _into(a, b, steps, dtypes, out, config or split_k)
     return compute(a, b, steps, dtypes, config=config or split_k)[0]
+
+
+def default_dtype(a: Tensor) -> torch.dtype:
+    """Of a result: that of a 16-bit operand, else bfloat16."""
+    return a.dtype if a.itemsize == 2 else torch.bfloat16
 
 
 def compute(
@@ -105,7 +113,7 @@ def compute(
     """All outputs of operands that have been checked; arguments as of ``reference.forward``."""
     if a.is_cuda and torch_op.eager(a, b) and not _needs_gradient(a, b, steps):
         return launch.forward(a, b, steps, dtypes, concat, config=config)
-    return autograd.call(a, b, steps, dtypes, concat)
+    return autograd.call(a, b, steps, dtypes, concat, config)
 
 
 def _steps(
@@ -184,4 +192,4 @@ def _into(
         launch.forward(a, b, steps, dtypes, out=out, config=config)
         torch_op.bump_version(out)
         return out
-    return out.copy_(autograd.call(a, b, steps, dtypes, False)[0])
+    return out.copy_(autograd.call(a, b, steps, dtypes, False, config)[0])

@@ -18,6 +18,7 @@ from quack_core.errors import UnsupportedError
 from quack_core.gemm.epilogue import Kind, Op
 
 from . import check, launch, reference
+from .config import GemmConfig
 from .reference import Step
 
 _LIBRARY = torch.library.Library("quack_gemm", "FRAGMENT")
@@ -29,23 +30,36 @@ def call(
     steps: Sequence[Step],
     out_dtypes: Sequence[torch.dtype],
     concat: bool,
+    config: GemmConfig | int | None = None,
 ) -> list[Tensor]:
-    """Through the dispatcher; arguments as of ``reference.forward``."""
+    """Through the dispatcher; arguments as of ``launch.forward``."""
     ops = tuple(op for op, _ in steps)
     text = "\n".join([_text(op) for op in ops])
     given = [operand for _, operands in steps for operand in operands]
     tensors = [one for one in given if isinstance(one, Tensor)]
     numbers = [float(one) for one in given if not isinstance(one, Tensor)]
-    found: list[Tensor] = gemm_fwd(a, b, tensors, numbers, text, list(out_dtypes), concat)
+    how = "" if config is None else str(config) if isinstance(config, int) else _fields(config)
+    found: list[Tensor] = gemm_fwd(a, b, tensors, numbers, text, list(out_dtypes), concat, how)
     return found
+
+
+def _config(text: str) -> GemmConfig | int | None:
+    """What ``call`` was given."""
+    value = ast.literal_eval(text) if text else None
+    return GemmConfig(**value) if isinstance(value, dict) else value
 
 
 def _text(op: Op) -> str:
     """Class and fields of an op, in words that torch.compile can follow."""
-    fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}  # type: ignore[arg-type]
+    return f"{type(op).__module__}:{type(op).__qualname__}:{_fields(op)}"
+
+
+def _fields(record: Any) -> str:
+    """Fields of a dataclass, as a literal."""
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     # An enum's str is the literal that its repr is not.
     parts = [f"{n!r}: {(str(v) if isinstance(v, str) else v)!r}" for n, v in fields.items()]
-    return f"{type(op).__module__}:{type(op).__qualname__}:{{{', '.join(parts)}}}"
+    return f"{{{', '.join(parts)}}}"
 
 
 @functools.cache
@@ -101,6 +115,7 @@ def _forward_cpu(
     text: str,
     out_dtypes: list[torch.dtype],
     concat: bool,
+    config: str,
 ) -> list[Tensor]:
     steps = _steps(text, tensors, numbers)
     _checked(a, b, steps, out_dtypes)
@@ -115,10 +130,11 @@ def _forward_cuda(
     text: str,
     out_dtypes: list[torch.dtype],
     concat: bool,
+    config: str,
 ) -> list[Tensor]:
     steps = _steps(text, tensors, numbers)
     _checked(a, b, steps, out_dtypes)
-    return launch.forward(a, b, steps, out_dtypes, concat)
+    return launch.forward(a, b, steps, out_dtypes, concat, config=_config(config))
 
 
 def _forward_fake(
@@ -129,6 +145,7 @@ def _forward_fake(
     text: str,
     out_dtypes: list[torch.dtype],
     concat: bool,
+    config: str,
 ) -> list[Tensor]:
     steps = _steps(text, tensors, numbers)
     batch, m = _checked(a, b, steps, out_dtypes)
@@ -150,7 +167,7 @@ def _no_gradient(ctx: Any, *_: Any) -> None:
 gemm_fwd = torch_op.register(
     _LIBRARY,
     "gemm_fwd(Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str epilogue, "
-    "ScalarType[] out_dtypes, bool concat) -> Tensor[]",
+    "ScalarType[] out_dtypes, bool concat, str config) -> Tensor[]",
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,

@@ -1,5 +1,6 @@
 """What GEMM accepts: one set of checks for the CPU, CUDA devices, meta and fake tensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,13 @@ def steps(
     cols = n
     for op, tensors in given:
         name = type(op).__name__
+        kinds = [what.kind for what in op.operands]
+        if gated and (Kind.TILE in kinds or (cols != n and Kind.ROW in kinds)):
+            raise UnsupportedError(
+                f"gemm: {name} beside an op that takes pairs",
+                "there it has no operands of D's shape, and behind that op no row operands",
+                "add them in a step of their own",
+            )
         if len(tensors) != len(op.operands):
             raise ShapeError(
                 f"gemm: {name} was given {len(tensors)} operands: it takes {len(op.operands)}"
@@ -164,22 +172,25 @@ def major(name: str, x: Tensor) -> Major:
     Raises:
         LayoutError: TMA cannot read it; says why and what helps.
     """
-    rows, cols, width = x.shape[-2], x.shape[-1], x.element_size()
-    found: Major
+    rows, cols = x.shape[-2], x.shape[-1]
+    fitting: list[tuple[Major, int]] = []  # and the dimension that is strided
     if x.stride(-1) == 1 or cols == 1:
-        found, outer, dim = "row", x.stride(-2), -2
-    elif x.stride(-2) == 1 or rows == 1:
-        found, outer, dim = "column", x.stride(-1), -1
-    else:
+        fitting.append(("row", -2))
+    if x.stride(-2) == 1 or rows == 1:
+        fitting.append(("column", -1))
+    if not fitting:
         raise LayoutError(
             f"gemm: {name} has the strides {tuple(x.stride())}: one of the last two must be 1; call "
             f"{name}.contiguous()"
         )
-    needed = ALIGN // width
-    if x.shape[dim] > 1 and outer % needed:
+    needed = ALIGN // x.element_size()
+    aligned = [order for order, dim in fitting if x.shape[dim] == 1 or x.stride(dim) % needed == 0]
+    if not aligned:
+        _, dim = fitting[0]
         raise LayoutError(
-            f"gemm: {name}.stride({dim}) is {outer}: rows in memory must begin at multiples of "
-            f"{ALIGN} bytes, so it must be a multiple of {needed}; pad dimension {-3 - dim} to one"
+            f"gemm: {name}.stride({dim}) is {x.stride(dim)}: rows in memory must begin at multiples of "
+            f"{ALIGN} bytes, so it must be a multiple of {needed}; pad {name}.shape[{-3 - dim}], and "
+            "slice what you pass"
         )
     if x.dim() == 3 and x.shape[0] > 1 and x.stride(0) % needed:
         raise LayoutError(
@@ -190,7 +201,27 @@ def major(name: str, x: Tensor) -> Major:
             f"gemm: the address of {name} is {x.data_ptr() % ALIGN} bytes off a multiple of {ALIGN}; "
             f"call {name}.clone()"
         )
-    return found
+    return aligned[0]
+
+
+def layouts(b: Tensor, given: Sequence[tuple[Op, tuple[Any, ...]]]) -> None:
+    """Check memory orders that an epilogue needs on a GPU.
+
+    Raises:
+        LayoutError: names operand, stride and what is needed.
+    """
+    if halves(tuple(op for op, _ in given)) and b.stride(-2) != 1:
+        raise LayoutError(
+            f"gemm: b.stride(-2) is {b.stride(-2)}: with pairs of columns it must be 1, as that of a "
+            "weight (N, K) that is passed as weight.T"
+        )
+    for op, tensors in given:
+        for tensor, what in zip(tensors, op.operands, strict=True):
+            if what.kind in (Kind.TILE, Kind.PAIRS) and tensor.stride(-1) != 1:
+                raise LayoutError(
+                    f"gemm: {what.name}.stride(-1) is {tensor.stride(-1)}: it must be 1; call "
+                    f"{what.name}.contiguous()"
+                )
 
 
 def _name(dtype: torch.dtype) -> str:

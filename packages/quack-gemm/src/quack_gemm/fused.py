@@ -20,7 +20,7 @@ from quack_core.gemm.epilogue import (
 )
 
 from . import check
-from .api import compute, gemm
+from .api import compute, default_dtype, gemm
 from .reference import Step
 
 GATED = {
@@ -47,13 +47,14 @@ def gemm_act(
     Args:
         a, b, bias, out_dtype: as of ``gemm``.
         activation: one of `quack_core.gemm.epilogue.ACTIVATIONS`.
-        store_preact: whether what goes into f is wanted, such as for a backward; in the dtype of a.
+        store_preact: whether what goes into f is wanted, such as for a backward; in the
+            dtype of a, or bfloat16 where that has 8 bits.
 
     Returns:
         ``a @ b + bias`` or None, and the result.
     """
     steps = _biased(a, b, bias)
-    steps += [(StoreAux(_name(a)), ())] if store_preact else []
+    steps += [(StoreAux(torch_op.name_of(default_dtype(a))), ())] if store_preact else []
     return _both(a, b, [*steps, (Activation(activation), ())], store_preact, out_dtype, False)
 
 
@@ -81,7 +82,7 @@ def gemm_gated(
         ``a @ b + bias`` (M, 2 N) or None, and the result (M, N).
     """
     steps = _biased(a, b, bias)
-    steps += [(StoreAux(_name(a)), ())] if store_preact else []
+    steps += [(StoreAux(torch_op.name_of(default_dtype(a))), ())] if store_preact else []
     gate = Gate(_of_gate(activation))
     return _both(a, b, [*steps, (gate, ())], store_preact, out_dtype, concat)
 
@@ -127,7 +128,7 @@ def gemm_dgated(
     """
     op = GateGrad(_of_gate(activation), _name(preact), preact.dim() == 3)
     steps: list[Step] = [(op, (preact,))]
-    return _checked(dout, weight, steps, [out_dtype or dout.dtype], concat)[0]
+    return _checked(dout, weight, steps, [out_dtype or default_dtype(dout)], concat)[0]
 
 
 def gemm_rms(
@@ -153,7 +154,7 @@ def gemm_rms(
         torch_op.check_dtype("gemm", "c", c.dtype)
         steps.append((AddC(_name(c), None, c.dim() == 3), (c,)))
     steps += [*_biased(a, b, bias), (RowReduce("sum_squares"), ())]
-    h, squares = _checked(a, b, steps, [out_dtype or a.dtype], False)
+    h, squares = _checked(a, b, steps, [out_dtype or default_dtype(a)], False)
     return h, torch.rsqrt(squares / b.shape[-1] + eps)
 
 
@@ -180,7 +181,7 @@ def gemm_norm_act(
         steps.append((Gate(GATED[activation]), ()))
     else:
         steps.append((Activation(activation), ()))
-    return _checked(a, b, steps, [out_dtype or a.dtype], False)[0]
+    return _checked(a, b, steps, [out_dtype or default_dtype(a)], False)[0]
 
 
 def gemm_add(a: Tensor, b: Tensor, c: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -203,7 +204,7 @@ def _both(
     out_dtype: torch.dtype | None,
     concat: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    dtypes = [out_dtype or a.dtype, *([a.dtype] if store_preact else [])]
+    dtypes = [out_dtype or default_dtype(a), *([default_dtype(a)] if store_preact else [])]
     post, *pre = _checked(a, b, steps, dtypes, concat)
     return (pre[0] if pre else None), post
 

@@ -71,7 +71,7 @@ def forward(
     if launch is None:
         if len(_launchers) >= MOST_LAUNCHERS:
             _launchers.clear()
-        launch = _launchers[key] = _prepare(a, b, outputs, ops, concat, config, index)
+        launch = _launchers[key] = _prepare(a, b, outputs, steps, concat, config, index)
     operands = tuple(operand for _, given in steps for operand in given)
     partials = launch(a, b, tuple(outputs), operands or None)
     if partials is None:
@@ -116,13 +116,15 @@ def _prepare(
     a: Tensor,
     b: Tensor,
     outputs: Sequence[Tensor],
-    ops: tuple[Op, ...],
+    steps: Sequence[Step],
     concat: bool,
     config: GemmConfig | int | None,
     device: int,
 ) -> Any:
     """``launch(a, b, outputs, operands)`` for tensors like these."""
     target = arch.detect(device)
+    check.layouts(b, steps)
+    ops = tuple(op for op, _ in steps)
     spec = GemmSpec(
         a=torch_op.name_of(a.dtype),
         b=torch_op.name_of(b.dtype),
@@ -187,7 +189,7 @@ def _rounded(count: int) -> int:
 
 
 def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:
-    """What a scale is, by its shape: one number, or one for each row of A or column of B."""
+    """What a factor is, by its shape: one number, or one for each row of A or column of B."""
     if not isinstance(scale, Tensor):
         return Kind.SCALAR, float(scale)
     if scale.numel() == 1:
@@ -196,5 +198,7 @@ def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:
         return Kind.COLUMN, scale.reshape(m)
     if name == "scale_b" and tuple(scale.shape) in ((1, n), (n,)):
         return Kind.ROW, scale.reshape(n)
-    rule = f"one element, ({m}, 1)" if name == "scale_a" else f"one element, (1, {n})"
-    raise check.ShapeError(f"gemm: {name} has the shape {tuple(scale.shape)}: it must have {rule}")
+    also = {"scale_a": f", or ({m}, 1)", "scale_b": f", or (1, {n})"}.get(name, "")
+    raise check.ShapeError(
+        f"gemm: {name} has the shape {tuple(scale.shape)}: it must have one element{also}"
+    )
