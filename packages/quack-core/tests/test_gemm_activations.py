@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 from quack_core.device import activation
 from quack_core.errors import DTypeError

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 from quack_core.errors import DTypeError
 from quack_core.gemm import epilogue as epi
