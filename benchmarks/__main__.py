@@ -130,7 +130,7 @@ def dry_run(cases: Sequence[shapes.Case]) -> str:
     rows = []
     for case in cases:
         problem = families.problem(case)
-        floor = judge.floor_us(problem.read_bytes, problem.write_bytes)
+        floor = judge.floor_us(problem.read_bytes, problem.write_bytes, problem.flop, case.dtype)
         chosen = timing.plan(problem.set_bytes, floor)
         total = f"{problem.set_bytes * chosen.sets / 1e6:.0f}"
         plan = (chosen.method, str(chosen.sets), str(chosen.laps), total, f"{floor:.1f}")

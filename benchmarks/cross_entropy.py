@@ -46,6 +46,8 @@ class Buffers:
 class CrossEntropy:
     """Rows of (M, V) logits with random labels; the operation is the case's ``op``."""
 
+    flop = 0
+
     def __init__(self, case: Case, device: str = "cuda"):
         self.case, self.device = case, device
         self._data: Buffers | None = None

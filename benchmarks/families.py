@@ -4,7 +4,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from . import cross_entropy, layernorm, rmsnorm, softmax, topk
+from . import cross_entropy, gemm, layernorm, rmsnorm, softmax, topk
 from .shapes import Case
 from .timing import Launch
 from .variant import Problem, Variant
@@ -50,12 +50,18 @@ FAMILIES = {
     "softmax": softmax,
     "cross_entropy": cross_entropy,
     "topk": topk,
+    "gemm": gemm,
 }
 
 
+def name_of(case: Case) -> str:
+    """The name of a case's family, from its ``op``."""
+    return case.op.rpartition("_")[0]
+
+
 def of(case: Case) -> Family:
-    """The family of a case, by its ``op``."""
-    return cast(Family, FAMILIES[case.op.rpartition("_")[0]])
+    """The family of a case."""
+    return cast(Family, FAMILIES[name_of(case)])
 
 
 def problem(case: Case, device: str = "cuda") -> Problem:

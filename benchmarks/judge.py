@@ -72,9 +72,14 @@ FIXED_US = 2.2
 """Time of a small kernel inside a CUDA graph that does nothing."""
 
 
-def floor_us(read_bytes: int, write_bytes: int) -> float:
-    """Least time of one H200 kernel that moves these bytes: fixed cost and bandwidth."""
+# TFLOP/s that an H200 keeps up, limited by power, by the dtype of the operands.
+_TENSOR = {"bf16": 780.0, "fp16": 780.0, "e4m3": 1450.0}
+
+
+def floor_us(read_bytes: int, write_bytes: int, flop: int = 0, dtype: str = "bf16") -> float:
+    """Least time of one H200 kernel that moves these bytes: fixed cost and bandwidth, or arithmetic."""
     total = read_bytes + write_bytes
     share = read_bytes / total if total else 0.0
     rate = next(rate for limit, rate in _BANDWIDTH if share <= limit)
-    return FIXED_US + total / rate * 1e-6
+    multiply = flop / _TENSOR[dtype] * 1e-6 if flop else 0.0
+    return FIXED_US + max(total / rate * 1e-6, multiply)

@@ -75,6 +75,8 @@ def is_backward(case: Case) -> bool:
 class LayerNormFwd:
     """out = (x - mean) * rstd * w + b, rows of (M, N)."""
 
+    flop = 0
+
     def __init__(self, case: Case, device: str = "cuda"):
         self.case, self.device = case, device
         self._data: Fwd | None = None
@@ -109,6 +111,8 @@ class LayerNormFwd:
 
 class LayerNormBwd:
     """dx, dw and db of out = (x - mean) * rstd * w + b, rows of (M, N)."""
+
+    flop = 0
 
     def __init__(self, case: Case, device: str = "cuda"):
         self.case, self.device = case, device

@@ -92,6 +92,8 @@ def judge(name: str, actual: Tensor, ref64: Tensor, base: Tensor, terms: Tensor 
 class NormFwd:
     """out = (x + residual) * rstd * w, rows of (M, N)."""
 
+    flop = 0
+
     def __init__(self, case: Case, device: str = "cuda"):
         self.case, self.device = case, device
         self._data: FwdBuffers | None = None
@@ -140,6 +142,8 @@ class NormFwd:
 
 class NormBwd:
     """dx and dw of out = x * rstd * w, rows of (M, N)."""
+
+    flop = 0
 
     def __init__(self, case: Case, device: str = "cuda"):
         self.case, self.device = case, device

@@ -15,7 +15,14 @@ from .shapes import Case
 from .timing import Launch
 from .variant import Failure, Variant, attempt
 
+PACKAGES = {"gemm": "quack-gemm"}
 PACKAGE = "quack-norm"
+"""Of all other families."""
+
+
+def package(case: Case) -> str:
+    """The distribution that a case's function belongs to."""
+    return PACKAGES.get(families.name_of(case), PACKAGE)
 
 
 def default_config(case: Case) -> Any:
@@ -26,6 +33,8 @@ def default_config(case: Case) -> Any:
 def with_config(chosen: Any, case: Case) -> Launch:
     """The compiled kernel itself with an explicit configuration; scratch is allocated once."""
     family = families.of(case)
+    if not hasattr(chosen, "module"):  # the public function takes configurations
+        return family.explicit(case, chosen, None, None, 0)
     spec = family.spec_of(case)
     target, device = arch.detect(), torch.cuda.current_device()
     run = cache.load(chosen.module, spec, chosen, target)
@@ -47,7 +56,7 @@ def variants(case: Case) -> list[Variant]:
     """The public function, as it is."""
     found = attempt(lambda: str(default_config(case)))  # a failure shows again when the row runs
     text = found.note if isinstance(found, Failure) else found
-    return [Variant("ours", families.of(case).public, PACKAGE, role="ours", config=text)]
+    return [Variant("ours", families.of(case).public, package(case), role="ours", config=text)]
 
 
 def config_variants(
@@ -75,7 +84,7 @@ def config_variants(
         Variant(
             short(c) + (" (default)" if c == default else ""),
             functools.partial(with_config, c),
-            PACKAGE,
+            package(case),
             role="config",
             config=str(c),
         )

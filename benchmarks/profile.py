@@ -133,7 +133,9 @@ def _record(base: record.Record, suite: str, case: Case, seen: Counters) -> reco
         launches=1,
         set_bytes=problem.set_bytes,
         min_bytes=least,
-        floor_us=round(judge.floor_us(problem.read_bytes, problem.write_bytes), 2),
+        floor_us=round(
+            judge.floor_us(problem.read_bytes, problem.write_bytes, problem.flop, case.dtype), 2
+        ),
         rate=round(seen.dram_bytes / seen.us * 1e-6, 3),
         rate_unit="TB/s of DRAM",
         dram_pct=round(seen.dram_pct, 2),

@@ -53,7 +53,10 @@ def finish(
         if samples and outcome.status == "ok":
             found = judge.summarise(samples)
             one.us = found.rounded()
-            one.rate = round(base.min_bytes / found.median * 1e-6, 3)
+            if base.flop:
+                one.rate, one.rate_unit = round(base.flop / found.median * 1e-6, 1), "TFLOP/s"
+            else:
+                one.rate = round(base.min_bytes / found.median * 1e-6, 3)
         records.append(one)
     peers = [r for r, o in zip(records, outcomes, strict=True) if o.variant.role == "peer"]
     for one, outcome in zip(records, outcomes, strict=True):

@@ -123,7 +123,8 @@ class Runner:
         """Records of one case, whatever happens to its variants."""
         problem = self.problem(case)
         outcomes = [self._check(index, problem, variant) for variant in self._selected(index, case)]
-        floor = judge.floor_us(problem.read_bytes, problem.write_bytes)
+        moved = (problem.read_bytes, problem.write_bytes)
+        floor = judge.floor_us(*moved, problem.flop, case.dtype)
         chosen = timing.plan(problem.set_bytes, floor)
         self.marker.set(index, "")
         times: dict[str, list[float]] = {}
@@ -225,6 +226,7 @@ class Runner:
             launches=chosen.launches,
             set_bytes=problem.set_bytes,
             min_bytes=problem.read_bytes + problem.write_bytes,
+            flop=problem.flop,
             floor_us=round(floor, 2),
             clock_mhz=clocks[0],
             power_w=clocks[1],

@@ -26,6 +26,21 @@ CE = """
     8192x32000 4096x50257 4096x151936 32768x1024 32768x4096 8192x50304 1024x128256 8192x128256
     4096x151665 4096x201088 2048x262144
 """
+GEMM_SMALL = """
+    16x28672x4096 128x4096x14336 1024x1024x1024 1x28672x4096 64x28672x4096 64x8192x8192 16x4096x14336
+    512x6144x4096 2048x2048x2048 16x57344x8192 128x2112x7168 16x7168x16384
+"""
+GEMM_LARGE = """
+    8192x8192x8192 8192x8192x1024 8192x4096x14336 4096x4096x4096 8192x8192x4096 16384x4096x4096
+    8192x28672x4096 4096x57344x8192 8192x128256x4096 4096x2112x7168 4001x4104x1032
+"""
+GEMM_ACT = "8192x28672x4096 1024x28672x4096 8192x57344x8192 8192x37888x3584 131072x1536x4096"
+GEMM_FP8 = """
+    8192x8192x8192 4096x7168x2048 128x7168x2048 4096x4096x7168 4096x2112x7168 4096x24576x7168
+    4096x24576x1536 64x7168x16384
+"""
+OTHER_LAYOUTS = 3
+"""GEMMs whose operands are transposed as well: the first shapes of a list."""
 TOPK = "32768x128 32768x256 16384x1024 65536x64 8192x4096 32768x160 4096x32000"
 FUSED_ADD = "1024x4096 8192x4096 32768x8192"
 ALSO_FP32 = "8192x4096"
@@ -162,6 +177,36 @@ def topk(shapes: Iterable[Shape]) -> list[Case]:
     ]
 
 
+def gemm_small(shapes: Iterable[Shape]) -> list[Case]:
+    """M x N x K as decoding has them, and small squares; weights as torch.nn.Linear keeps them."""
+    return [Case("gemm_small", "gemm_fwd", shape, "bf16", (("layout", "nt"),)) for shape in shapes]
+
+
+def gemm_large(shapes: Iterable[Shape]) -> list[Case]:
+    """M x N x K as training has them; the first ones in the layouts of the gradients too."""
+    return [
+        Case("gemm_large", "gemm_fwd", shape, "bf16", (("layout", layout),))
+        for i, shape in enumerate(shapes)
+        for layout in ("nt", "nn", "tn")
+        if layout == "nt" or i < OTHER_LAYOUTS
+    ]
+
+
+def gemm_act(shapes: Iterable[Shape]) -> list[Case]:
+    """Gate and up projection with SwiGLU; N counts both."""
+    opts = (("layout", "nt"), ("act", "swiglu"))
+    return [Case("gemm_act", "gemm_fwd", shape, "bf16", opts) for shape in shapes]
+
+
+def gemm_fp8(shapes: Iterable[Shape]) -> list[Case]:
+    """8-bit operands with scales: one, or one for each row of A and column of B."""
+    return [
+        Case("gemm_fp8", "gemm_fwd", shape, "e4m3", (("layout", "nt"), ("scale", scale)))
+        for shape in shapes
+        for scale in ("tensor", "row")
+    ]
+
+
 def _by_weight(suite: str, op: str, shapes: Iterable[Shape]) -> list[Case]:
     weights = ("bf16", "fp32")
     return [Case(suite, op, shape, "bf16", (("w", w),)) for shape in shapes for w in weights]
@@ -178,6 +223,10 @@ SUITES = {
     "ce_fwd_dx": (CE, ce_fwd_dx),
     "ce_fwd_bwd": (CE, ce_fwd_bwd),
     "topk": (TOPK, topk),
+    "gemm_small": (GEMM_SMALL, gemm_small),
+    "gemm_large": (GEMM_LARGE, gemm_large),
+    "gemm_act": (GEMM_ACT, gemm_act),
+    "gemm_fp8": (GEMM_FP8, gemm_fp8),
 }
 
 

@@ -34,6 +34,8 @@ class Buffers:
 class Softmax:
     """Rows of (M, N), forward or backward by the case's ``op``."""
 
+    flop = 0
+
     def __init__(self, case: Case, device: str = "cuda"):
         self.case, self.device = case, device
         self.backward = case.op == "softmax_bwd"

@@ -43,6 +43,7 @@ class Problem(Protocol):
     read_bytes: int
     write_bytes: int
     set_bytes: int
+    flop: int = 0
 
     def make(self) -> Any:
         """One set of buffers with fresh random inputs."""

@@ -24,12 +24,16 @@ PURE = {
     "quack_core.dtypes",
     "quack_core.env",
     "quack_core.errors",
+    "quack_core.gemm",
+    "quack_core.gemm.activations",
+    "quack_core.gemm.epilogue",
     "quack_core.layout",
     "quack_core.layout.algebra",
     "quack_core.layout.int_tuple",
     "quack_core.layout.layout",
     "quack_core.reduction",
     "quack_core.reduction.tiling",
+    "quack_gemm.heuristic",
     "quack_norm.ops.topk.network",
 }
 PURE_NAMES = {"config", "rules", "spec"}  # of every operator

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+import quack_gemm
 import quack_norm
 from quack_core import arch as arches
 from quack_core import env
 from quack_core.jit.compile import compile_kernel
 from quack_core.testing import cubin
+from quack_gemm.config import GemmConfig
+from quack_gemm.spec import GemmSpec
 from quack_norm.ops.cross_entropy import rules as cross_entropy
 from quack_norm.ops.cross_entropy.spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
 from quack_norm.ops.rmsnorm import rules as rmsnorm
@@ -28,6 +31,7 @@ from quack_norm.ops.topk.spec import TopKBwdSpec, TopKFwdSpec
 F32, BF16 = "float32", "bfloat16"
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
 OPS = Path(quack_norm.__file__).parent / "ops"
+GEMM = Path(quack_gemm.__file__).parent
 
 
 def of_rows(kind: type) -> Callable[[Any], Any]:
@@ -95,6 +99,20 @@ def test_kernel(name: str, tmp_path: Path) -> None:
     assert not cubin.static_facts(compiled.cubin or b"", compiled.ptx).spills
 
 
-def test_no_kernel_is_left_out() -> None:
-    files = [path for path in OPS.glob("*/*.py") if "\ndef build(" in path.read_text()]
-    assert {f"{path.parent.name}.{path.stem}" for path in files} == set(KERNELS)
+# Module: a spec and a config. The architecture, for which alone it is, is the folder.
+GEMM_KERNELS = {"sm90.kernel": (GemmSpec(BF16, BF16, BF16), GemmConfig())}
+
+
+@pytest.mark.parametrize("name", GEMM_KERNELS)
+def test_gemm_kernel(name: str, tmp_path: Path) -> None:
+    spec, config = GEMM_KERNELS[name]
+    if name.partition(".")[0] != ARCH.name:
+        pytest.skip(f"a kernel for another architecture than {ARCH.name}")
+    compiled = compile_kernel(f"quack_gemm.{name}", spec, config, ARCH, dump_dir=tmp_path)
+    assert not cubin.static_facts(compiled.cubin or b"", compiled.ptx).spills
+
+
+@pytest.mark.parametrize(("folder", "kernels"), [(OPS, KERNELS), (GEMM, GEMM_KERNELS)])
+def test_no_kernel_is_left_out(folder: Path, kernels: dict[str, Any]) -> None:
+    files = [path for path in folder.glob("*/*.py") if "\ndef build(" in path.read_text()]
+    assert {f"{path.parent.name}.{path.stem}" for path in files} == set(kernels)

@@ -64,9 +64,15 @@ def test_named_sessions_exist(root, documents):
     assert unknown == []
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "docs/guides/start-at-once.md", "packages/quack-norm/README.md"]
-)
+USED = [
+    "README.md",
+    "docs/guides/start-at-once.md",
+    "packages/quack-gemm/README.md",
+    "packages/quack-norm/README.md",
+]
+
+
+@pytest.mark.parametrize("name", USED)
 def test_usage_runs_on_this_machine(root, fresh_python, name):
     blocks = USAGE.findall((root / name).read_text())
     assert blocks

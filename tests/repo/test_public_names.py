@@ -32,15 +32,39 @@ def test_norm_exports_exactly_the_promised_names(fresh_python):
     assert set(found[0]) <= set(found[1])
 
 
-def test_an_unknown_name_raises_attribute_error(fresh_python):
-    code = """
-import quack_norm
+def test_gemm_exports_exactly_the_promised_names(fresh_python):
+    found = fresh_python("import quack_gemm\nresult = quack_gemm.__all__, dir(quack_gemm)")
+    assert found[0] == [
+        "MLP",
+        "GemmConfig",
+        "Linear",
+        "__version__",
+        "gemm",
+        "gemm_act",
+        "gemm_add",
+        "gemm_dact",
+        "gemm_dgated",
+        "gemm_gated",
+        "gemm_norm_act",
+        "gemm_rms",
+        "linear",
+        "linear_act",
+        "linear_gated",
+        "mlp",
+    ]
+    assert set(found[0]) <= set(found[1])
+
+
+@pytest.mark.parametrize("package", ["quack_gemm", "quack_norm"])
+def test_an_unknown_name_raises_attribute_error(fresh_python, package):
+    code = f"""
+import {package}
 try:
-    quack_norm.no_such_operator
+    {package}.no_such_operator
 except AttributeError as error:
     result = str(error)
 """
-    assert fresh_python(code) == "module 'quack_norm' has no attribute 'no_such_operator'"
+    assert fresh_python(code) == f"module '{package}' has no attribute 'no_such_operator'"
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +73,26 @@ def after_importing_everything(fresh_python) -> dict:
 {IMPORT_ALL}
 import types
 import torch
-import quack_core, quack_norm
-before = {{name: getattr(quack_norm, name) for name in quack_norm.__all__}}
+import quack_core, quack_gemm, quack_norm
+before = {{
+    (package, name): getattr(package, name)
+    for package in (quack_gemm, quack_norm)
+    for name in package.__all__
+}}
 import_all(quack_core)
+import_all(quack_gemm)
 import_all(quack_norm)
 
 x, weight = torch.randn(5, 24), torch.randn(24)
-labels = torch.arange(5)
+labels, half = torch.arange(5), x.bfloat16()
+def error(got, want):
+    return (got - want).abs().max() / want.abs().max()
+
+product, silu = half.float() @ half.float().T, torch.nn.functional.silu
+square, pairs = torch.randn(5, 5).bfloat16(), torch.randn(16, 24).bfloat16()
+eight, wide = torch.randn(8, 24).bfloat16(), torch.randn(5, 16).bfloat16()
+both = half.float() @ pairs.float().T
+gated = silu(both[:, ::2]) * both[:, 1::2]
 wanted = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
 plain = torch.nn.functional.rms_norm(x, (24,), None, 1e-6)
 centred = torch.nn.functional.layer_norm(x, (24,), weight)
@@ -74,12 +111,41 @@ outcomes = {{
         quack_norm.cross_entropy_from_lse(x, x[:, 0], labels), (x.logsumexp(1) - x[:, 0]).mean()
     ),
     "topk": (quack_norm.topk(x, 7)[0], torch.topk(x, 7).values),
+    "gemm": (quack_gemm.gemm(half, half.T), product.bfloat16()),
+    "gemm_add": (quack_gemm.gemm_add(half, half.T, square), (product + square).bfloat16()),
+    "gemm_act": (quack_gemm.gemm_act(half, half.T, "silu")[1], silu(product).bfloat16()),
+    "gemm_gated": (quack_gemm.gemm_gated(half, pairs.T, "swiglu")[1], gated.bfloat16()),
+    "gemm_dact": (
+        quack_gemm.gemm_dact(half, half.T, square, "relu"), (product * (square > 0)).bfloat16()
+    ),
+    "gemm_dgated": (
+        quack_gemm.gemm_dgated(half, eight.T, wide, "reglu")[:, 1::2],
+        (half.float() @ eight.float().T * wide[:, ::2].relu()).bfloat16(),
+    ),
+    "gemm_rms": (
+        quack_gemm.gemm_rms(half, half.T)[1], (product.square().mean(-1) + 1e-6).rsqrt()
+    ),
+    "gemm_norm_act": (
+        quack_gemm.gemm_norm_act(half, half.T, torch.full((5,), 0.5)), (product * 0.5).bfloat16()
+    ),
+    "linear": (quack_gemm.linear(half, half), product.bfloat16()),
+    "linear_act": (quack_gemm.linear_act(half, half, "silu"), silu(product).bfloat16()),
+    "linear_gated": (quack_gemm.linear_gated(half, pairs, "swiglu"), gated.bfloat16()),
+    "mlp": (
+        quack_gemm.mlp(half, half, square.mT, "relu"),
+        (product.relu().bfloat16().float() @ square.float()).bfloat16(),
+    ),
+    "Linear": (quack_gemm.Linear(24, 5, dtype=half.dtype)(half).shape[1], 5),
+    "MLP": (quack_gemm.MLP(24, 16, dtype=half.dtype)(half).shape[1], 24),
+    "GemmConfig": (quack_gemm.GemmConfig(tile_m=64).tile_m, 64),
 }}
 modules = [each.name for each in pkgutil.iter_modules(quack_core.__path__)]
 result = {{
-    "replaced": [name for name in before if getattr(quack_norm, name) is not before[name]],
+    "replaced": [
+        name for (package, name), value in before.items() if getattr(package, name) is not value
+    ],
     "errors": {{
-        name: float((got - want).abs().max() / want.abs().max())
+        name: float(abs(got - want) if isinstance(got, int) else error(got.float(), want.float()))
         for name, (got, want) in outcomes.items()
     }},
     "modules": len(modules),
@@ -95,7 +161,7 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
 
 
 NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
-NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk"]
+NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk", "gemm"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,17 +7,19 @@ _TABLE = {
     "float32": (32, "fp32"),
     "bfloat16": (16, "bf16"),
     "float16": (16, "fp16"),
+    "float8_e4m3fn": (8, "e4m3"),
+    "float8_e5m2": (8, "e5m2"),
 }
 
-SUPPORTED = tuple(_TABLE)
-"""Dtypes of operands, widest first."""
+SUPPORTED = ("float32", "bfloat16", "float16")
+"""Dtypes of operands of row operators, widest first."""
 
 
 def width(name: str) -> int:
     """Size of one element in bits.
 
     Raises:
-        DTypeError: ``name`` is not one of `SUPPORTED`.
+        DTypeError: no such dtype.
     """
     return _entry(name)[0]
 

@@ -38,6 +38,11 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise DTypeError(f"dtype {found} must be one of {', '.join(dtypes.SUPPORTED)}") from None
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of any dtype that some kernel takes, 8-bit ones included; it is not checked."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_dtype(operator: str, operand: str, dtype: torch.dtype) -> None:
     """Check that kernels take the dtype of an operand.
 

@@ -183,6 +183,22 @@ def sync_group(barrier: NamedBarrier, num_threads: int) -> None:
     cute.arch.barrier(barrier_id=int(barrier), number_of_threads=num_threads)
 
 
+def sync_numbered(number: Int32, num_threads: int) -> None:
+    """``sync_group``, by a number that is known when the kernel runs: one barrier per warpgroup.
+
+    Args:
+        number: from 1 to 15, the same in all threads that meet; none of a ``NamedBarrier``'s.
+    """
+    _check_group(num_threads)
+    cute.arch.barrier(barrier_id=number, number_of_threads=num_threads)
+
+
+def arrive_numbered(number: Int32, num_threads: int) -> None:
+    """``arrive_group``, likewise."""
+    _check_group(num_threads)
+    cute.arch.barrier_arrive(barrier_id=number, number_of_threads=num_threads)
+
+
 def arrive_group(barrier: NamedBarrier, num_threads: int) -> None:
     """Count this warp's threads towards ``num_threads`` without waiting for the others.
 

@@ -29,6 +29,8 @@ _CUTE_NAMES = {
     "float32": "Float32",
     "bfloat16": "BFloat16",
     "float16": "Float16",
+    "float8_e4m3fn": "Float8E4M3FN",
+    "float8_e5m2": "Float8E5M2",
     "int32": "Int32",
     "int64": "Int64",
 }

@@ -12,7 +12,8 @@ import numpy as np
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from quack_core.device import barrier, reduce
+from quack_core.device import activation, barrier, reduce
+from quack_core.gemm.sm90 import ring
 
 REDUCTIONS = {
     "sum": reduce.SUM,
@@ -22,6 +23,7 @@ REDUCTIONS = {
     "compensated": reduce.ONLINE_SOFTMAX_COMPENSATED,
     "moments": reduce.moments(even=False),
 }
+TABLES = {"activation": activation.FUNCTIONS, "derivative": activation.DERIVATIVES}
 ABSENT = 1e30
 """Stands for a value beyond the end of a row, which must not count."""
 
@@ -83,13 +85,41 @@ def phases(out: cute.Tensor, stages: cutlass.Constexpr[int]):
             writer = barrier.next_phase(writer, stages)
 
 
+@cute.jit
+def skipped(out: cute.Tensor, count: Int32, stages: cutlass.Constexpr[int]):
+    """Stage and parity of a reader that leaves every second run of ``count`` stages to another."""
+    phase = barrier.full_phase()
+    for i in range(out.shape[0]):
+        out[i, 0], out[i, 1] = phase.stage, phase.parity
+        phase = ring.skip(phase, count, stages)
+
+
+@cute.jit
+def activate(
+    x: cute.Tensor, out: cute.Tensor, function: cutlass.Constexpr[str], name: cutlass.Constexpr[str]
+):
+    """An activation or its derivative of each number: (count,) to (count,)."""
+    table = cutlass.const_expr(TABLES[function])
+    for i in range(x.shape[0]):
+        out[i] = table[name](x[i])
+
+
 def evaluate(function: str, name: str, rows: list) -> list:
     """One function over all rows."""
     if function == "phases":
         found = np.zeros((len(rows), 4), np.int32)
         phases(from_dlpack(found).mark_layout_dynamic(), int(name))
         return found.tolist()
+    if function == "skipped":
+        found = np.zeros((len(rows), 2), np.int32)
+        stages, count = name.split()
+        skipped(from_dlpack(found).mark_layout_dynamic(), Int32(int(count)), int(stages))
+        return found.tolist()
     values = np.array(rows, np.float32)
+    if function in TABLES:
+        found = np.zeros_like(values)
+        activate(*(from_dlpack(a).mark_layout_dynamic() for a in (values, found)), function, name)
+        return found.tolist()
     found = np.zeros((len(rows), REDUCTIONS[name].width), np.float32)
     arguments = (from_dlpack(array).mark_layout_dynamic() for array in (values, found))
     {"tree": tree, "thread": thread}[function](*arguments, name, values.shape[1])
@@ -99,4 +129,5 @@ def evaluate(function: str, name: str, rows: list) -> list:
 if __name__ == "__main__":
     # Only a GPU has these; here they pass a NaN on.
     cute.arch.fmax, cute.arch.fmin = cutlass.max, cutlass.min
+    cute.arch.rcp_approx = lambda x: Float32(1.0) / x
     json.dump([evaluate(*request) for request in json.load(sys.stdin)], sys.stdout)

@@ -1,0 +1,1 @@
+"""Parts of Hopper's GEMM kernels: warpgroup matrix instructions, fed by TMA."""

@@ -1,0 +1,259 @@
+"""Parts of A and B on their way to the tensor cores: stages in shared memory, filled by TMA."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from quack_core.device import barrier, tma
+from quack_core.device.barrier import Phase
+
+TWO_WARPGROUPS = 256
+"""Threads."""
+
+
+class Ring(NamedTuple):
+    """Stages, each with a part of A and one of B.
+
+    Args:
+        full: an mbarrier per stage, on which its bytes complete.
+        empty: an mbarrier per stage, at which the warps that have read it arrive, those of every CTA
+            whose part of it comes from here.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Cluster(NamedTuple):
+    """Where a CTA is in its cluster.
+
+    Args:
+        row, col: its coordinates; its rank is ``row + rows * col``.
+    """
+
+    row: Int32
+    col: Int32
+
+
+def allocate(smem: cutlass.memory.SmemAllocator, stages: int) -> Ring:
+    """Room for the mbarriers."""
+    return Ring(*(barrier.allocate_mbarriers(smem, stages) for _ in range(2)))
+
+
+@cute.jit
+def init(
+    ring: Ring,
+    stages: cutlass.Constexpr[int],
+    sharers: cutlass.Constexpr[int],
+    warps: cutlass.Constexpr[int],
+    tid: Int32,
+) -> None:
+    """Initialise the mbarriers; the CTA, or the cluster, synchronises before their first use.
+
+    Args:
+        sharers: CTAs that read what this one loads, itself included.
+        warps: of each of them that read a stage.
+    """
+    barrier.init_mbarriers(ring.full, stages, 1, tid)
+    barrier.init_mbarriers(ring.empty, stages, sharers * warps, tid)
+
+
+@cute.jit
+def fill(
+    ring: Ring,
+    phase: Phase,
+    a: tma.Tiles,
+    b: tma.Tiles,
+    at_a: tuple[Int32, ...],
+    at_b: tuple[Int32, ...],
+    num_bytes: cutlass.Constexpr[int],
+) -> None:
+    """Start loading a stage, once it is free.
+
+    Threads: all lanes of one warp.
+
+    Args:
+        at_a, at_b: coordinates of the tiles.
+        num_bytes: of both.
+    """
+    barrier.wait(ring.empty, phase)
+    barrier.expect_bytes(ring.full, phase, Int32(num_bytes))
+    mbar = ring.full + phase.stage
+    tma.load_tile(a, at_a, phase.stage, mbar)
+    tma.load_tile(b, at_b, phase.stage, mbar)
+
+
+@cute.jit
+def fill_ahead(
+    ring: Ring,
+    early: tma.Tiles,
+    late: tma.Tiles,
+    at_early: tuple[Int32, Int32],
+    at_late: tuple[Int32, Int32],
+    first: Int32,
+    count: Int32,
+    num_bytes: cutlass.Constexpr[int],
+) -> None:
+    """Start loading the first stages: one operand at once, the other one when the kernel before this
+    one has ended.
+
+    Threads: all lanes of one warp.
+
+    Args:
+        early: of the operand that the kernel before does not write.
+        at_early, at_late: row or column of the tile, and matrix.
+        first: step along K.
+        count: stages, at most as many as there are.
+
+    Source: PTX ISA, griddepcontrol.wait.
+    """
+    for i in cutlass.range(count, unroll=1):
+        stage = Int32(i)
+        barrier.expect_bytes(ring.full, Phase(stage, Int32(0)), Int32(num_bytes))
+        tma.load_tile(early, (at_early[0], first + i, at_early[1]), stage, ring.full + stage)
+    cute.arch.griddepcontrol_wait()
+    for i in cutlass.range(count, unroll=1):
+        stage = Int32(i)
+        tma.load_tile(late, (at_late[0], first + i, at_late[1]), stage, ring.full + stage)
+
+
+@cute.jit
+def multiply(
+    mma: cute.TiledMma,
+    sums: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    ring: Ring,
+    phase: Phase,
+    count: Int32,
+    stages: cutlass.Constexpr[int],
+    shape: cutlass.Constexpr[tuple[int, int]],
+    at: Cluster,
+    turn: Int32 | None = None,
+) -> Phase:
+    """Add the product of ``count`` stages to ``sums``; one stage is read while the next one begins.
+
+    Threads: warpgroups that share a tile.
+
+    Args:
+        rA, rB: descriptors of the stages: (instruction, m or n, k, stages).
+        shape: of the cluster.
+        turn: number of the named barrier of two warpgroups at which to say that the other one may
+            begin, as soon as everything is issued; None: there is none.
+
+    Returns:
+        The phase behind the last stage.
+    """
+    before = phase
+    for k in cutlass.range(count, unroll=1):
+        barrier.wait(ring.full, phase)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+            at_k = (None, None, i, phase.stage)
+            cute.gemm(mma, sums, rA[at_k], rB[at_k], sums)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if k > 0:
+            release(ring, before, shape, at)
+        before = phase
+        phase = barrier.next_phase(phase, stages)
+    if const_expr(turn is not None):
+        barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
+    warpgroup.wait_group(0)
+    if count > 0:
+        release(ring, before, shape, at)
+    return phase
+
+
+@cute.jit
+def multiply_promoted(
+    mma: cute.TiledMma,
+    sums: cute.Tensor,
+    parts: tuple[cute.Tensor, ...],
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    ring: Ring,
+    phase: Phase,
+    count: Int32,
+    stages: cutlass.Constexpr[int],
+    shape: cutlass.Constexpr[tuple[int, int]],
+    at: Cluster,
+    turn: Int32 | None = None,
+) -> Phase:
+    """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
+    about 14 bits of sums of 8-bit products.
+
+    The tile's columns are multiplied in parts: while the sums of one are added, the next one keeps the
+    tensor cores busy. No instruction is under way from one stage to the next, or else the compiler
+    makes all of them wait for one another.
+
+    Args:
+        sums: of all columns, part after part.
+        parts: registers for a stage's sums, of a part of the columns each.
+        rB: (instruction, parts, k, stages).
+    """
+    size = const_expr(cute.size(parts[0]))
+    for _ in cutlass.range(count, unroll=1):
+        barrier.wait(ring.full, phase)
+        for c in cutlass.range_constexpr(len(parts)):
+            _multiply_part(mma, parts[c], rA, rB, c, phase.stage)
+        for c in cutlass.range_constexpr(len(parts)):
+            warpgroup.wait_group(len(parts) - 1 - c)
+            if const_expr(c == len(parts) - 1):
+                release(ring, phase, shape, at)
+            for i in cutlass.range_constexpr(size):
+                total: Any = sums[c * size + i]
+                sums[c * size + i] = total + parts[c][i]
+        phase = barrier.next_phase(phase, stages)
+    if const_expr(turn is not None):
+        barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
+    return phase
+
+
+@cute.jit
+def _multiply_part(
+    mma: cute.TiledMma,
+    part: cute.Tensor,
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    which: cutlass.Constexpr[int],
+    stage: Int32,
+) -> None:
+    """Start the product of a stage with a part of its columns."""
+    warpgroup.fence()
+    mma.set(warpgroup.Field.ACCUMULATE, False)  # the first instruction overwrites
+    for i in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+        b: Any = cute.append_ones(rB[None, which, i, stage], up_to_rank=2)  # type: ignore[arg-type]
+        cute.gemm(mma, part, rA[None, None, i, stage], b, part)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def release(
+    ring: Ring, phase: Phase, shape: cutlass.Constexpr[tuple[int, int]], at: Cluster
+) -> None:
+    """Tell all CTAs that load a part of a stage that this warp has read it.
+
+    Threads: all lanes of one warp.
+    """
+    rows, cols = shape
+    if const_expr(rows * cols == 1):
+        barrier.arrive(ring.empty, phase)
+    else:
+        for row in cutlass.range_constexpr(rows):
+            barrier.arrive(ring.empty, phase, row + rows * at.col)
+        for i in cutlass.range_constexpr(cols - 1):  # all columns but its own
+            col = i + 1 if i >= at.col else Int32(i)
+            barrier.arrive(ring.empty, phase, at.row + rows * col)
+
+
+@cute.jit
+def skip(phase: Phase, count: Int32, stages: cutlass.Constexpr[int]) -> Phase:
+    """The phase ``count`` stages further on: those that another warpgroup reads."""
+    place = phase.stage + count
+    return Phase(place % stages, phase.parity ^ ((place // stages) & 1))

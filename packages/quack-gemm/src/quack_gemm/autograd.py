@@ -1,0 +1,175 @@
+"""GEMM as a registered operator: what torch.compile, export, fake tensors and the CPU see.
+
+An epilogue crosses torch's dispatcher as a text, by which it is looked up again.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import torch_op
+from quack_core.errors import UnsupportedError
+from quack_core.gemm.epilogue import Kind, Op
+
+from . import check, launch, reference
+from .config import GemmConfig
+from .reference import Step
+
+_LIBRARY = torch.library.Library("quack_gemm", "FRAGMENT")
+
+
+def call(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool,
+    config: GemmConfig | int | None = None,
+) -> list[Tensor]:
+    """Through the dispatcher; arguments as of ``launch.forward``."""
+    ops = tuple(op for op, _ in steps)
+    text = "\n".join([_text(op) for op in ops])
+    given = [operand for _, operands in steps for operand in operands]
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    numbers = [float(one) for one in given if not isinstance(one, Tensor)]
+    how = "" if config is None else str(config) if isinstance(config, int) else _fields(config)
+    found: list[Tensor] = gemm_fwd(a, b, tensors, numbers, text, list(out_dtypes), concat, how)
+    return found
+
+
+def _config(text: str) -> GemmConfig | int | None:
+    """What ``call`` was given."""
+    value = ast.literal_eval(text) if text else None
+    return GemmConfig(**value) if isinstance(value, dict) else value
+
+
+def _text(op: Op) -> str:
+    """Class and fields of an op, in words that torch.compile can follow."""
+    return f"{type(op).__module__}:{type(op).__qualname__}:{_fields(op)}"
+
+
+def _fields(record: Any) -> str:
+    """Fields of a dataclass, as a literal."""
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    # An enum's str is the literal that its repr is not.
+    parts = [f"{n!r}: {(str(v) if isinstance(v, str) else v)!r}" for n, v in fields.items()]
+    return f"{{{', '.join(parts)}}}"
+
+
+@functools.cache
+def _ops(text: str) -> tuple[Op, ...]:
+    """The inverse, for a whole epilogue.
+
+    Raises:
+        UnsupportedError: an op's class cannot be imported.
+    """
+    found = []
+    for line in text.splitlines():
+        module, name, fields = line.split(":", 2)
+        kind: Any = importlib.import_module(module)
+        if "<locals>" in name:
+            raise UnsupportedError(
+                f"gemm: {name} of an epilogue is defined inside a function",
+                "torch.compile, CPU and meta tensors import an op by its name",
+                "define it at the top of a module",
+            )
+        for part in name.split("."):
+            kind = getattr(kind, part)
+        found.append(kind(**ast.literal_eval(fields)))
+    return tuple(found)
+
+
+def _steps(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Step]:
+    """The epilogue with its operands again."""
+    left, rest, found = list(tensors), list(numbers), []
+    for op in _ops(text):
+        operands = tuple(
+            rest.pop(0) if what.kind == Kind.SCALAR else left.pop(0) for what in op.operands
+        )
+        found.append((op, operands))
+    return found
+
+
+def _checked(
+    a: Tensor, b: Tensor, steps: list[Step], out_dtypes: Sequence[torch.dtype]
+) -> tuple[tuple[int, ...], int]:
+    """The batch dimension of D, or none, and its rows."""
+    m, n, _, batches = check.operands(a, b)
+    check.steps(steps, m, n, batches, a.device)
+    for dtype in out_dtypes:
+        check.out_dtype(dtype)
+    return () if batches is None else (batches,), m
+
+
+def _forward_cpu(
+    a: Tensor,
+    b: Tensor,
+    tensors: list[Tensor],
+    numbers: list[float],
+    text: str,
+    out_dtypes: list[torch.dtype],
+    concat: bool,
+    config: str,
+) -> list[Tensor]:
+    steps = _steps(text, tensors, numbers)
+    _checked(a, b, steps, out_dtypes)
+    return reference.forward(a, b, steps, out_dtypes, concat)
+
+
+def _forward_cuda(
+    a: Tensor,
+    b: Tensor,
+    tensors: list[Tensor],
+    numbers: list[float],
+    text: str,
+    out_dtypes: list[torch.dtype],
+    concat: bool,
+    config: str,
+) -> list[Tensor]:
+    steps = _steps(text, tensors, numbers)
+    _checked(a, b, steps, out_dtypes)
+    return launch.forward(a, b, steps, out_dtypes, concat, config=_config(config))
+
+
+def _forward_fake(
+    a: Tensor,
+    b: Tensor,
+    tensors: list[Tensor],
+    numbers: list[float],
+    text: str,
+    out_dtypes: list[torch.dtype],
+    concat: bool,
+    config: str,
+) -> list[Tensor]:
+    steps = _steps(text, tensors, numbers)
+    batch, m = _checked(a, b, steps, out_dtypes)
+    spec = launch.shape_of(tuple(op for op, _ in steps))
+    return [
+        a.new_empty((*batch, m, spec.cols(i, b.shape[-1])), dtype=dtype)
+        for i, dtype in enumerate(out_dtypes)
+    ] + [a.new_empty((*batch, m), dtype=torch.float32) for _ in spec.reductions]
+
+
+def _no_gradient(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError(
+        "gemm: a gradient was asked for",
+        "the function with an epilogue has none",
+        "use quack_gemm.linear and its relatives, or torch.no_grad()",
+    )
+
+
+gemm_fwd = torch_op.register(
+    _LIBRARY,
+    "gemm_fwd(Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str epilogue, "
+    "ScalarType[] out_dtypes, bool concat, str config) -> Tensor[]",
+    cpu=_forward_cpu,
+    cuda=_forward_cuda,
+    fake=_forward_fake,
+    backward=_no_gradient,
+)

@@ -1,0 +1,228 @@
+"""What GEMM accepts: one set of checks for the CPU, CUDA devices, meta and fake tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
+from quack_core.gemm.epilogue import Kind, Op, doubles, halves
+
+from .spec import Major
+
+HALF = (torch.bfloat16, torch.float16)
+EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT = (torch.bfloat16, torch.float16, torch.float32)
+ALIGN = 16
+"""Bytes that TMA wants addresses and strides to be multiples of."""
+
+
+def operands(a: Tensor, b: Tensor) -> tuple[int, int, int, int | None]:
+    """Check shapes, dtypes and devices of A and B.
+
+    Returns:
+        m, n, k, and the number of matrices, None without a batch.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, UnsupportedError: name what was found and is needed.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Tensor):
+            raise DTypeError(f"gemm: {name} is {type(x).__name__}: it must be a tensor")
+        if x.dim() not in (2, 3):
+            raise ShapeError(f"gemm: {name} has {x.dim()} dimensions: it must have 2 or 3")
+    if a.dtype == torch.float32 or b.dtype == torch.float32:
+        raise UnsupportedError(
+            f"gemm: a is {_name(a.dtype)}, b is {_name(b.dtype)}",
+            "there are no float32 kernels, and precision is never lowered silently",
+            "use torch.matmul, or convert to bfloat16 with .to()",
+        )
+    if not ((a.dtype == b.dtype and a.dtype in HALF) or (a.dtype in EIGHT and b.dtype in EIGHT)):
+        raise DTypeError(
+            f"gemm: a is {_name(a.dtype)}, b is {_name(b.dtype)}: both must be bfloat16, both "
+            "float16, or each float8_e4m3fn or float8_e5m2"
+        )
+    if a.device != b.device:
+        raise DeviceError(f"gemm: a is on {a.device}, b on {b.device}")
+    if a.shape[-1] != b.shape[-2]:
+        raise ShapeError(
+            f"gemm: a.shape[-1] is {a.shape[-1]}, b.shape[-2] is {b.shape[-2]}: they must be equal"
+        )
+    batches = None
+    if a.dim() == 3 and b.dim() == 3:
+        if 1 not in (a.shape[0], b.shape[0]) and a.shape[0] != b.shape[0]:
+            raise ShapeError(
+                f"gemm: a.shape[0] is {a.shape[0]}, b.shape[0] is {b.shape[0]}: they must be equal, "
+                "or one of them 1"
+            )
+        batches = max(a.shape[0], b.shape[0]) if 0 not in (a.shape[0], b.shape[0]) else 0
+    elif a.dim() == 3 or b.dim() == 3:
+        batches = (a if a.dim() == 3 else b).shape[0]
+    return a.shape[-2], b.shape[-1], a.shape[-1], batches
+
+
+def steps(
+    given: list[tuple[Op, tuple[Any, ...]]],
+    m: int,
+    n: int,
+    batches: int | None,
+    device: torch.device,
+) -> int:
+    """Check an epilogue and its operands.
+
+    Returns:
+        Columns of D.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: name op, operand, what was found and is needed.
+    """
+    try:
+        ops = tuple(op for op, _ in given)
+        gated, doubled = halves(ops), doubles(ops)
+    except ValueError as error:
+        raise ShapeError(f"gemm: {error}") from None
+    needed = 16 if gated else 8 if doubled else 1
+    if n % needed:
+        raise ShapeError(f"gemm: b.shape[-1] is {n}: with pairs it must be a multiple of {needed}")
+    cols = n
+    for op, tensors in given:
+        name = type(op).__name__
+        kinds = [what.kind for what in op.operands]
+        if gated and (Kind.TILE in kinds or (cols != n and Kind.ROW in kinds)):
+            raise UnsupportedError(
+                f"gemm: {name} beside an op that takes pairs",
+                "there it has no operands of D's shape, and behind that op no row operands",
+                "add them in a step of their own",
+            )
+        if len(tensors) != len(op.operands):
+            raise ShapeError(
+                f"gemm: {name} was given {len(tensors)} operands: it takes {len(op.operands)}"
+            )
+        for tensor, what in zip(tensors, op.operands, strict=True):
+            _operand(f"gemm: {what.name} of {name}", tensor, what, m, cols, batches, device)
+        cols = cols // 2 if op.pairs else cols * 2 if op.splits else cols
+    return cols
+
+
+def _operand(
+    name: str,
+    tensor: Any,
+    what: Any,
+    m: int,
+    n: int,
+    batches: int | None,
+    device: torch.device,
+) -> None:
+    if what.kind == Kind.SCALAR:
+        if isinstance(tensor, bool) or not isinstance(tensor, (int, float)):
+            raise DTypeError(f"{name} is {type(tensor).__name__}: it must be a number")
+        return
+    if not isinstance(tensor, Tensor):
+        raise DTypeError(f"{name} is {type(tensor).__name__}: it must be a tensor")
+    if _name(tensor.dtype) != what.dtype:
+        raise DTypeError(f"{name} is {_name(tensor.dtype)}: it must be {what.dtype}")
+    if tensor.device != device:
+        raise DeviceError(f"{name} is on {tensor.device}, a on {device}")
+    shape: tuple[int, ...] = {
+        Kind.DEVICE_SCALAR: (1,),
+        Kind.ROW: (n,),
+        Kind.COLUMN: (m,),
+        Kind.TILE: (m, n),
+        Kind.PAIRS: (m, 2 * n),
+    }[what.kind]
+    if what.batched:
+        if batches is None:
+            raise ShapeError(f"{name} has a batch, a and b have none")
+        shape = (batches, *shape)
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(f"{name} has the shape {tuple(tensor.shape)}: it must be {shape}")
+
+
+def output(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Check a given result.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: name what was found and is needed.
+    """
+    if tuple(out.shape) != shape:
+        raise ShapeError(f"gemm: out has the shape {tuple(out.shape)}: it must be {shape}")
+    if out.dtype != dtype:
+        raise DTypeError(
+            f"gemm: out is {_name(out.dtype)}, out_dtype {_name(dtype)}: they must be equal"
+        )
+    if out.device != device:
+        raise DeviceError(f"gemm: out is on {out.device}, a on {device}")
+
+
+def out_dtype(dtype: torch.dtype) -> None:
+    """Check the dtype of a result.
+
+    Raises:
+        DTypeError: kernels do not write it.
+    """
+    if dtype not in OUT:
+        names = ", ".join(_name(one) for one in OUT)
+        raise DTypeError(f"gemm: out_dtype is {_name(dtype)}: it must be one of {names}")
+
+
+def major(name: str, x: Tensor) -> Major:
+    """Which memory order a matrix has, for a kernel.
+
+    Raises:
+        LayoutError: TMA cannot read it; says why and what helps.
+    """
+    rows, cols = x.shape[-2], x.shape[-1]
+    fitting: list[tuple[Major, int]] = []  # and the dimension that is strided
+    if x.stride(-1) == 1 or cols == 1:
+        fitting.append(("row", -2))
+    if x.stride(-2) == 1 or rows == 1:
+        fitting.append(("column", -1))
+    if not fitting:
+        raise LayoutError(
+            f"gemm: {name} has the strides {tuple(x.stride())}: one of the last two must be 1; call "
+            f"{name}.contiguous()"
+        )
+    needed = ALIGN // x.element_size()
+    aligned = [order for order, dim in fitting if x.shape[dim] == 1 or x.stride(dim) % needed == 0]
+    if not aligned:
+        _, dim = fitting[0]
+        raise LayoutError(
+            f"gemm: {name}.stride({dim}) is {x.stride(dim)}: rows in memory must begin at multiples of "
+            f"{ALIGN} bytes, so it must be a multiple of {needed}; pad {name}.shape[{-3 - dim}], and "
+            "slice what you pass"
+        )
+    if x.dim() == 3 and x.shape[0] > 1 and x.stride(0) % needed:
+        raise LayoutError(
+            f"gemm: {name}.stride(0) is {x.stride(0)}: it must be a multiple of {needed}"
+        )
+    if x.data_ptr() % ALIGN:
+        raise LayoutError(
+            f"gemm: the address of {name} is {x.data_ptr() % ALIGN} bytes off a multiple of {ALIGN}; "
+            f"call {name}.clone()"
+        )
+    return aligned[0]
+
+
+def layouts(b: Tensor, given: Sequence[tuple[Op, tuple[Any, ...]]]) -> None:
+    """Check memory orders that an epilogue needs on a GPU.
+
+    Raises:
+        LayoutError: names operand, stride and what is needed.
+    """
+    if halves(tuple(op for op, _ in given)) and b.stride(-2) != 1:
+        raise LayoutError(
+            f"gemm: b.stride(-2) is {b.stride(-2)}: with pairs of columns it must be 1, as that of a "
+            "weight (N, K) that is passed as weight.T"
+        )
+    for op, tensors in given:
+        for tensor, what in zip(tensors, op.operands, strict=True):
+            if what.kind in (Kind.TILE, Kind.PAIRS) and tensor.stride(-1) != 1:
+                raise LayoutError(
+                    f"gemm: {what.name}.stride(-1) is {tensor.stride(-1)}: it must be 1; call "
+                    f"{what.name}.contiguous()"
+                )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,247 @@
+"""How a GEMM kernel computes: a frozen record. ``heuristic`` chooses one."""
+
+from dataclasses import dataclass
+
+from quack_core import dtypes
+from quack_core.gemm.epilogue import Kind, operands
+
+from .spec import GemmSpec
+
+WARPGROUP = 128
+"""Threads that issue a matrix instruction together."""
+ATOM_M = 64
+"""Rows of a matrix instruction."""
+SWIZZLE_BYTES = 128
+"""Along K in a stage: the width of the widest swizzle."""
+SMEM_BYTES = 232448
+"""Shared memory of a CTA on SM90."""
+BARRIER_BYTES = 2048
+"""For barriers, and what alignment takes."""
+REGISTERS = 65536
+"""Of an SM."""
+MOST_SUMS = {1: 192, 2: 192, 3: 96}
+"""Sums of a thread, by the warpgroups that multiply: more spill."""
+MOST_BUSY_SUMS = 160
+"""The same beside an epilogue that reads whole tiles or reduces rows."""
+MOST_PROMOTED = {1: 96, 2: 96, 3: 64}
+"""The same where sums are promoted, which takes twice as many."""
+MULTICAST_ROWS = 8
+"""Rows that a swizzle of 128 bytes moves as a whole: CTAs load so many at least, for all that share."""
+PARTS = 2
+"""Of a tile's columns, where sums are promoted: one is added while the next one is multiplied."""
+MOST_STAGES = 20
+LOADING_REGISTERS = {2: 56, 3: 40, 4: 32}
+"""Per thread of the warpgroup that loads, by warpgroups; the others get the rest."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A persistent kernel of SM90: one warpgroup loads, the others multiply.
+
+    Args:
+        tile_m, tile_n: of the product, that a CTA works on at a time.
+        cluster_m, cluster_n: CTAs of a cluster; those along M share tiles of B, along N those of A.
+        pingpong: two warpgroups have a tile each, and one stores while the other multiplies; else
+            all of them share a tile.
+        group: rows of clusters whose tiles are worked on together, for L2.
+        stages: parts of K under way; 0: as many as fit.
+        swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
+        split_k: CTAs that have parts of a tile's K; the last one to come adds their sums in order.
+        prefetch: B is loaded while the kernel before this one on the stream ends, which must not write
+            B, and the kernel behind may start early as well.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    cluster_m: int = 2
+    cluster_n: int = 1
+    pingpong: bool = False
+    group: int = 8
+    stages: int = 0
+    swap: bool = False
+    split_k: int = 1
+    prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128, 192, 256):
+            raise ValueError(f"tile_m={self.tile_m}: must be 64, 128, 192 or 256")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n={self.tile_n}: must be a multiple of 16 from 16 to 256")
+        if self.pingpong and self.tile_m > 128:
+            raise ValueError(f"tile_m={self.tile_m} with pingpong: must be 64 or 128")
+        for name in ("cluster_m", "cluster_n"):
+            if getattr(self, name) not in (1, 2, 4):
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1, 2 or 4")
+        if self.cluster > 8:
+            raise ValueError(f"cluster_m * cluster_n is {self.cluster}: at most 8 is portable")
+        if self.group < 1:
+            raise ValueError(f"group={self.group}: must be at least 1")
+        if not 1 <= self.split_k <= 32:
+            raise ValueError(f"split_k={self.split_k}: must be 1 to 32")
+        if self.split_k > 1 and self.pingpong:
+            raise ValueError(f"split_k={self.split_k} with pingpong: one of them")
+        if self.stages < 0 or self.stages == 1:
+            raise ValueError(f"stages={self.stages}: must be 0 or at least 2")
+        most = MOST_SUMS[self.groups]
+        if self.accumulators > most:
+            raise ValueError(
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} sums per thread, "
+                f"at most {most} fit its registers"
+            )
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return 2 if self.pingpong or self.tile_m == 256 else self.tile_m // ATOM_M
+
+    @property
+    def sharing(self) -> int:
+        """Warpgroups that share a tile."""
+        return 1 if self.pingpong else self.groups
+
+    @property
+    def atoms(self) -> int:
+        """Instructions of 64 rows, one below the other, of a warpgroup."""
+        return self.tile_m // (ATOM_M * self.sharing)
+
+    @property
+    def accumulators(self) -> int:
+        """Sums of a thread."""
+        return self.atoms * self.tile_n * ATOM_M // WARPGROUP
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.groups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Per thread: of those that load, and of the others."""
+        few = LOADING_REGISTERS[1 + self.groups]
+        of_all = REGISTERS // WARPGROUP
+        return few, min(240, (of_all - few) // self.groups // 8 * 8)
+
+    @property
+    def part_elements(self) -> int:
+        """float32 scratch of a tile, where its K is split."""
+        return self.split_k * self.tile_m * self.tile_n if self.split_k > 1 else 0
+
+    def tiles(self, rows: int, cols: int, batches: int) -> int:
+        """Tiles of a product, those of whole clusters; arguments as of the product that is computed."""
+        across = -(-rows // (self.tile_m * self.cluster_m))
+        down = -(-cols // (self.tile_n * self.cluster_n))
+        return across * down * batches * self.cluster
+
+    def tiles_across(self, n: int) -> int:
+        """Tiles side by side in a row of D, those of whole clusters; without ``swap``."""
+        return -(-n // (self.tile_n * self.cluster_n)) * self.cluster_n
+
+    def tile_k(self, spec: GemmSpec) -> int:
+        """Elements along K of a stage."""
+        return SWIZZLE_BYTES * 8 // dtypes.width(spec.a)
+
+    def piece_cols(self, spec: GemmSpec) -> int:
+        """Columns of the product that a warpgroup stores at a time: many, but for no stage."""
+        tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
+        most = 32 if tiles or len(spec.outputs) > 1 else 128  # more would spill
+        least = 16 * (1 + spec.gated)  # an stmatrix has 16 columns
+        fitting = [c for c in (128, 64, 32, 16) if self.tile_n % c == 0 and least <= c <= most]
+        outputs = range(len(spec.outputs))
+        narrow = [
+            cols
+            for cols in fitting
+            if all(
+                spec.cols(i, cols) * dtypes.width(spec.outputs[i]) <= SWIZZLE_BYTES * 8
+                for i in outputs
+            )
+        ]
+        fitting = narrow or fitting[-1:]
+        return max(fitting, key=lambda cols: (self._depth(spec, cols), cols))
+
+    def pieces(self, spec: GemmSpec) -> int:
+        """How many such parts a warpgroup has of a tile."""
+        return self.atoms * (self.tile_n // self.piece_cols(spec))
+
+    def buffers(self, spec: GemmSpec) -> int:
+        """Parts of a warpgroup on their way out; they divide ``pieces``, as each tile begins with the
+        first buffer."""
+        return 2 if self.pieces(spec) % 2 == 0 else 1
+
+    def stage_bytes(self, spec: GemmSpec) -> int:
+        return (self.tile_m + self.tile_n) * SWIZZLE_BYTES
+
+    def store_bytes(self, spec: GemmSpec) -> int:
+        """Shared memory of what is on its way out, and of row operands."""
+        return self._store_bytes(spec, self.piece_cols(spec))
+
+    def _store_bytes(self, spec: GemmSpec, cols: int) -> int:
+        buffers = 2 if self.atoms * (self.tile_n // cols) % 2 == 0 else 1
+        elements = self.groups * buffers * ATOM_M * cols
+        found = 0
+        for i, name in enumerate(spec.outputs):
+            found += spec.cols(i, elements) * dtypes.width(name) // 8
+        shared = Kind.COLUMN if self.swap else Kind.ROW
+        vectors = sum(one.kind == shared for one in operands(spec.epilogue))
+        return found + self.groups * vectors * 4 * self.tile_n
+
+    def depth(self, spec: GemmSpec) -> int:
+        """Stages: as asked for, or as many as fit."""
+        return self.stages or self._depth(spec, self.piece_cols(spec))
+
+    def _depth(self, spec: GemmSpec, cols: int) -> int:
+        room = SMEM_BYTES - BARRIER_BYTES - self._store_bytes(spec, cols)
+        return min(MOST_STAGES, room // self.stage_bytes(spec))
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        """Shared memory of a CTA."""
+        return BARRIER_BYTES + self.store_bytes(spec) + self.depth(spec) * self.stage_bytes(spec)
+
+    def check(self, spec: GemmSpec) -> None:
+        """Raise if the kernel of ``spec`` cannot be built so.
+
+        Raises:
+            ValueError: too little shared memory, or an epilogue that the tile does not suit.
+        """
+        if spec.reductions and self.swap:
+            raise ValueError(f"{self}: rows are reduced without swap")
+        if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
+            raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
+        blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load
+        if spec.gated and blocks % self.cluster_m and self.cluster_m % blocks:
+            raise ValueError(
+                f"{self}: {self.cluster_m} CTAs cannot share {blocks} blocks of 16 columns of pairs; "
+                "take another tile_n or cluster_m"
+            )
+        if self.smem_bytes(spec) > SMEM_BYTES or self.depth(spec) < 2:
+            raise ValueError(
+                f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
+                f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
+            )
+        if dtypes.width(spec.a) == 8:
+            if self.tile_n % (16 * PARTS) or self.atoms > 1:
+                raise ValueError(
+                    f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
+                    "64 rows for each warpgroup"
+                )
+            most = MOST_PROMOTED[self.groups]
+            if self.accumulators > most:
+                raise ValueError(
+                    f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
+                    f"{2 * most} fit its registers"
+                )
+        tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
+        if (tiles or spec.reductions) and self.accumulators > MOST_BUSY_SUMS:
+            raise ValueError(
+                f"{self}: {self.accumulators} sums per thread; beside such an epilogue at most "
+                f"{MOST_BUSY_SUMS} fit its registers"
+            )
+        for rows, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
+            if rows % (MULTICAST_ROWS * sharers):
+                raise ValueError(
+                    f"{self}: {sharers} CTAs share the loads of {rows} rows: it must be a multiple of "
+                    f"{MULTICAST_ROWS * sharers}"
+                )

@@ -1,0 +1,204 @@
+"""GEMM on CUDA tensors: allocate, find the kernel, launch."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import arch, occupancy, torch_op, torch_workspace
+from quack_core.gemm.epilogue import Kind, Op
+from quack_core.jit import cache
+
+from . import check, heuristic, reference
+from .config import GemmConfig
+from .heuristic import Problem
+from .reference import Step
+from .spec import GemmSpec
+
+PAD = 16
+"""Bytes that the rows of results begin at multiples of."""
+
+# Keys hold shapes: a serving process has a few hundred.
+_launchers: dict[tuple[Any, ...], Any] = {}
+MOST_LAUNCHERS = 4096
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool = False,
+    out: Tensor | None = None,
+    config: GemmConfig | int | None = None,
+) -> list[Tensor]:
+    """As `reference.forward`, on CUDA tensors.
+
+    Args:
+        out: where D goes; None: it is allocated.
+        config: how to compute it; a number is only that of parts of K.
+    """
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    batch = batch_of(a, b)
+    if batch == (1,):
+        a, b = (x[0] if x.dim() == 3 else x for x in (a, b))
+        single = None if out is None else out[0]
+        found = forward(a, b, _unbatched(steps), out_dtypes, concat, single, config)
+        return [x.unsqueeze(0) for x in found]
+    ops = tuple(op for op, _ in steps)
+    spec = shape_of(ops)
+    outputs = [
+        out if out is not None and i == 0 else _empty(a, (*batch, m, spec.cols(i, n)), dtype)
+        for i, dtype in enumerate(out_dtypes)
+    ]
+    if 0 in (m, n, *batch):  # a sum of nothing is 0, but nothing has a largest element
+        nothing = a.new_zeros(*batch, m, max(n, 1), dtype=torch.float32)
+        return outputs + [reference.reduce(name, nothing) for name in spec.reductions]
+    if k == 0:  # nothing to multiply
+        found = reference.forward(a, b, steps, out_dtypes, concat)
+        for target, source in zip(outputs, found, strict=False):
+            target.copy_(source)
+        return outputs + found[len(outputs) :]
+    index = a.get_device()
+    key = (
+        m, n, k, batch, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
+        ops, concat, config, index,
+    )  # fmt: skip
+    launch = _launchers.get(key)
+    if launch is None:
+        if len(_launchers) >= MOST_LAUNCHERS:
+            _launchers.clear()
+        launch = _launchers[key] = _prepare(a, b, outputs, steps, concat, config, index)
+    operands = tuple(operand for _, given in steps for operand in given)
+    partials = launch(a, b, tuple(outputs), operands or None)
+    if partials is None:
+        return outputs
+    ways = ["sum" if name == "sum_squares" else name for name in spec.reductions]
+    return outputs + [reference.reduce(w, x) for w, x in zip(ways, partials, strict=True)]
+
+
+@functools.cache
+def shape_of(ops: tuple[Op, ...]) -> GemmSpec:
+    """A spec with these ops: how many columns each output has."""
+    return GemmSpec("bfloat16", "bfloat16", "bfloat16", a_batched=True, epilogue=ops)
+
+
+def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The batch dimension of D, or none."""
+    sizes = [x.shape[0] for x in (a, b) if x.dim() == 3]
+    if not sizes:
+        return ()
+    return (0,) if 0 in sizes else (max(sizes),)
+
+
+def _unbatched(steps: Sequence[Step]) -> list[Step]:
+    """An epilogue of a batch of one matrix, as that of the matrix."""
+    found = []
+    for op, operands in steps:
+        batched = [what.batched for what in op.operands]
+        given = tuple(x[0] if b else x for x, b in zip(operands, batched, strict=True))
+        found.append((replace(op, batched=False) if any(batched) else op, given))  # type: ignore[type-var]
+    return found
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """(M, N) or (L, M, N), whose rows begin at multiples of 16 bytes."""
+    n, step = shape[-1], PAD // dtype.itemsize
+    padded = -(-n // step) * step
+    found = torch.empty((*shape[:-1], padded), dtype=dtype, device=like.device)
+    return found if padded == n else found[..., :n]
+
+
+def _prepare(
+    a: Tensor,
+    b: Tensor,
+    outputs: Sequence[Tensor],
+    steps: Sequence[Step],
+    concat: bool,
+    config: GemmConfig | int | None,
+    device: int,
+) -> Any:
+    """``launch(a, b, outputs, operands)`` for tensors like these."""
+    target = arch.detect(device)
+    check.layouts(b, steps)
+    ops = tuple(op for op, _ in steps)
+    spec = GemmSpec(
+        a=torch_op.name_of(a.dtype),
+        b=torch_op.name_of(b.dtype),
+        d=torch_op.name_of(outputs[0].dtype),
+        a_major=check.major("a", a),
+        b_major=check.major("b", b),
+        d_major=check.major("out", outputs[0]),
+        a_batched=a.dim() == 3 and a.shape[0] > 1,
+        b_batched=b.dim() == 3 and b.shape[0] > 1,
+        epilogue=ops,
+        concat=concat,
+    )
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    batches = outputs[0].shape[0] if outputs[0].dim() == 3 else 1
+    problem = Problem(a.shape[-2], b.shape[-1], a.shape[-1], batches, spec, sms)
+    chosen = (
+        config
+        if isinstance(config, GemmConfig)
+        else heuristic.default(problem, target, split_k=config)
+    )
+    chosen.check(spec)
+    resident = occupancy.resident_clusters(
+        device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
+    )
+    with torch_workspace.relaxed_capture():
+        kernel = cache.load(f"{__package__}.sm90.kernel", spec, chosen, target)
+    m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
+    tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
+    squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
+
+    width = chosen.tiles_across(problem.n)
+    shape = (*((batches,) if spec.batched else ()), problem.m, width)
+
+    def launch(
+        a: Tensor, b: Tensor, outputs: tuple[Tensor, ...], operands: Any
+    ) -> tuple[Tensor, ...] | None:
+        """Results of reductions, of each tile, if there are any."""
+        if squeeze_a:
+            a = a[0]
+        if squeeze_b:
+            b = b[0]
+        partials = None
+        if spec.reductions:
+            partials = tuple(
+                torch.empty(shape, dtype=torch.float32, device=a.device) for _ in spec.reductions
+            )
+        if not tiles:
+            kernel(a, b, outputs, operands, partials, resident, None, None)
+            return partials
+        # The allocator gives memory back to the stream that used it: launches do not share it.
+        parts = torch.empty(tiles * chosen.part_elements, device=a.device)
+        counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
+        kernel(a, b, outputs, operands, partials, resident, parts, counters)
+        return partials
+
+    return launch
+
+
+def _rounded(count: int) -> int:
+    """A power of two: counters of few sizes serve all launches."""
+    return max(1024, 1 << (count - 1).bit_length())
+
+
+def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:
+    """What a factor is, by its shape: one number, or one for each row of A or column of B."""
+    if not isinstance(scale, Tensor):
+        return Kind.SCALAR, float(scale)
+    if scale.numel() == 1:
+        return Kind.DEVICE_SCALAR, scale.reshape(1)
+    if name == "scale_a" and tuple(scale.shape) in ((m, 1), (m,)):
+        return Kind.COLUMN, scale.reshape(m)
+    if name == "scale_b" and tuple(scale.shape) in ((1, n), (n,)):
+        return Kind.ROW, scale.reshape(n)
+    also = {"scale_a": f", or ({m}, 1)", "scale_b": f", or (1, {n})"}.get(name, "")
+    raise check.ShapeError(
+        f"gemm: {name} has the shape {tuple(scale.shape)}: it must have one element{also}"
+    )

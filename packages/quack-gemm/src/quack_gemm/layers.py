@@ -1,0 +1,274 @@
+"""Linear layers and MLPs, differentiable, and their modules."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quack_core.gemm.activations import derivative
+
+from . import check
+from .api import gemm
+from .fused import GATED, gemm_act, gemm_dact, gemm_dgated, gemm_gated
+
+ALIGN = 16
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, as ``torch.nn.functional.linear``. Differentiable once.
+
+    Args:
+        x: (..., K), bfloat16 or float16.
+        weight: (N, K), of the same dtype.
+        bias: (N,).
+
+    Returns:
+        (..., N). Operands whose rows do not begin at multiples of 16 bytes are copied.
+    """
+    found: Tensor = _Linear.apply(_rows(x), weight, bias)
+    return found.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def linear_act(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """``f(x @ weight.T + bias)``; f one of ``ACTIVATIONS``. Differentiable once."""
+    found: Tensor = _LinearAct.apply(_rows(x), weight, bias, activation, False)
+    return found.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def linear_gated(
+    x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None, concat: bool = False
+) -> Tensor:
+    """``f(gate) * up`` of ``x @ weight.T + bias``; arguments as of ``gemm_gated``. Differentiable once.
+
+    Args:
+        weight: (2 N, K): gates are the even rows, or the first N with ``concat``.
+
+    Returns:
+        (..., N)
+    """
+    found: Tensor = _LinearAct.apply(_rows(x), weight, bias, activation, concat)
+    return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def mlp(
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    activation: str,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    recompute: bool = False,
+    concat: bool = False,
+) -> Tensor:
+    """``f(x @ weight1.T + bias1) @ weight2.T + bias2``. Differentiable once.
+
+    Args:
+        x: (..., K).
+        weight1: (F, K); (2 F, K) for a gated activation.
+        weight2: (N, F).
+        activation: one of ``ACTIVATIONS`` or ``GATED``.
+        recompute: the first layer is computed again in the backward: only x is kept.
+        concat: as of ``gemm_gated``.
+
+    Returns:
+        (..., N)
+    """
+    args = (_rows(x), weight1, weight2, bias1, bias2, activation, recompute, concat)
+    found: Tensor = _MLP.apply(*args)
+    return found.reshape(*x.shape[:-1], weight2.shape[0])
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` whose forward is ``linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class MLP(nn.Module):
+    """Two linear layers and an activation.
+
+    Args:
+        in_features, hidden_features, out_features: K, F and N of ``mlp``; N is K if None.
+        activation: one of ``ACTIVATIONS`` or ``GATED``.
+        bias: whether both layers have one.
+        recompute, concat: as of ``mlp``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "swiglu",
+        bias: bool = False,
+        *,
+        recompute: bool = False,
+        concat: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        width = hidden_features * (2 if activation in GATED else 1)
+        self.fc1 = nn.Linear(in_features, width, **where)
+        self.fc2 = nn.Linear(hidden_features, out_features or in_features, **where)
+        self.activation, self.recompute, self.concat = activation, recompute, concat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(
+            x,
+            self.fc1.weight,
+            self.fc2.weight,
+            self.activation,
+            self.fc1.bias,
+            self.fc2.bias,
+            recompute=self.recompute,
+            concat=self.concat,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, recompute={self.recompute}, concat={self.concat}"
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return gemm(readable(x), readable(weight).mT, bias=bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return _gradients(ctx.needs_input_grad[:3], dout, x, weight, ctx.bias_dtype)
+
+
+class _LinearAct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, concat: bool
+    ) -> Tensor:
+        wanted = any(ctx.needs_input_grad[:3])
+        preact, out = _first(x, weight, bias, activation, concat, wanted)
+        ctx.save_for_backward(x, weight, preact)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.activation, ctx.concat = activation, concat
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, preact = ctx.saved_tensors
+        dpre = _through(dout, preact, ctx.activation, ctx.concat)
+        found = _gradients(ctx.needs_input_grad[:3], dpre, x, weight, ctx.bias_dtype)
+        return (*found, None, None)
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        activation: str,
+        recompute: bool,
+        concat: bool,
+    ) -> Tensor:
+        wanted = any(ctx.needs_input_grad[:5]) and not recompute
+        preact, hidden = _first(x, weight1, bias1, activation, concat, wanted)
+        kept = (preact, hidden) if wanted else (None, None)
+        ctx.save_for_backward(x, weight1, weight2, bias1, *kept)
+        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (bias1, bias2))
+        ctx.activation, ctx.concat = activation, concat
+        return gemm(readable(hidden), readable(weight2).mT, bias=bias2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight1, weight2, bias1, preact, hidden = ctx.saved_tensors
+        if preact is None:
+            preact, hidden = _first(x, weight1, bias1, ctx.activation, ctx.concat, True)
+        needs = ctx.needs_input_grad
+        dout = readable(dout)
+        _, dweight2, dbias2 = _gradients(
+            (False, needs[2], needs[4]), dout, hidden, weight2, ctx.bias_dtypes[1]
+        )
+        dx = dweight1 = dbias1 = None
+        if needs[0] or needs[1] or needs[3]:
+            grad = gemm_dgated if ctx.activation in GATED else gemm_dact
+            extra = {"concat": ctx.concat} if ctx.activation in GATED else {}
+            dpre = grad(dout, readable(weight2), preact, ctx.activation, **extra)
+            dx, dweight1, dbias1 = _gradients(
+                (needs[0], needs[1], needs[3]), dpre, x, weight1, ctx.bias_dtypes[0]
+            )
+        return dx, dweight1, dweight2, dbias1, dbias2, None, None, None
+
+
+def _first(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    concat: bool,
+    wanted: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """A layer with its activation: what went into that, if it is wanted, and the result."""
+    a, b = readable(x), readable(weight).mT
+    if activation in GATED:
+        return gemm_gated(a, b, activation, bias=bias, store_preact=wanted, concat=concat)
+    return gemm_act(a, b, activation, bias=bias, store_preact=wanted)
+
+
+def _through(dout: Tensor, preact: Tensor, activation: str, concat: bool) -> Tensor:
+    """The gradient of what went into an activation, in float32 and rounded once."""
+    dy = dout.float()
+    if activation not in GATED:
+        return (dy * derivative(activation, preact.float())).to(dout.dtype)
+    from quack_core.gemm.activations import reference
+
+    name, values = GATED[activation], preact.float()
+    gate, up = values.chunk(2, -1) if concat else (values[..., ::2], values[..., 1::2])
+    parts = (dy * derivative(name, gate) * up, dy * reference(name, gate))
+    found = torch.cat(parts, -1) if concat else torch.stack(parts, -1).flatten(-2)
+    return found.to(dout.dtype)
+
+
+def _gradients(
+    needs: tuple[bool, ...],
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x, weight and bias of a linear layer."""
+    dout = readable(dout)
+    dx = gemm(dout, readable(weight)) if needs[0] else None
+    dweight = gemm(dout.mT, readable(x)) if needs[1] else None
+    dbias = None
+    if needs[2] and bias_dtype is not None:
+        dbias = dout.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx, dweight, dbias
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., K) as (M, K)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def readable(x: Tensor) -> Tensor:
+    """A matrix as kernels can read it: itself, or a copy whose rows begin at multiples of 16 bytes."""
+    if not x.is_cuda:
+        return x
+    try:
+        check.major("x", x)
+    except check.LayoutError:
+        step = ALIGN // x.element_size()
+        padded = x.new_empty(x.shape[0], -(-x.shape[1] // step) * step)[:, : x.shape[1]]
+        return padded.copy_(x)
+    return x

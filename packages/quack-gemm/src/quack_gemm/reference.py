@@ -1,0 +1,86 @@
+"""GEMM in plain torch: the definition, and what CPU tensors run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core.gemm.epilogue import Kind, Op
+
+Step = tuple[Op, tuple[Any, ...]]
+"""An op and its operands."""
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool = False,
+) -> list[Tensor]:
+    """``epilogue(a @ b)`` in float32, each output rounded once; float64 operands stay float64.
+
+    Results of reductions come last: (M,) or (L, M), float32.
+
+    Args:
+        a: (M, K) or (L, M, K).
+        b: (K, N) or (L, K, N).
+        steps: ops of the epilogue with their operands.
+        out_dtypes: of D, then of the copies that ops store.
+        concat: gates are the first half of the columns, not the even ones.
+    """
+    kind = torch.float64 if a.dtype == torch.float64 else torch.float32
+    x = torch.matmul(a.to(kind), b.to(kind))
+    turned = concat and any(op.pairs for op, _ in steps)  # ops want pairs side by side
+    if turned:
+        x = _interleaved(x)
+    outputs, reduced = [], []
+    for op, operands in steps:
+        given = [
+            _broadcast(operand, what.kind, kind, turned, concat)
+            for operand, what in zip(operands, op.operands, strict=True)
+        ]
+        x = op.reference(x, *given)
+        turned = (turned or (concat and op.splits)) and not op.pairs
+        if op.aux:
+            outputs.append(_separate(x) if turned else x)
+        if op.reduces:
+            found = reduce(op.reduces, x)
+            reduced.append(found if kind == torch.float64 else found.float())
+    outputs.insert(0, _separate(x) if turned else x)
+    return [x.to(dtype) for x, dtype in zip(outputs, out_dtypes, strict=True)] + reduced
+
+
+def reduce(name: str, x: Tensor) -> Tensor:
+    """Over the last dimension."""
+    if name == "max":
+        return x.amax(-1)
+    if name == "lse":
+        return x.logsumexp(-1)
+    return (x.square() if name == "sum_squares" else x).sum(-1)
+
+
+def _broadcast(operand: Any, what: Kind, kind: torch.dtype, turned: bool, concat: bool) -> Any:
+    """An operand so that it broadcasts against D."""
+    if what == Kind.SCALAR:
+        return operand
+    value = operand.to(kind)
+    if what == Kind.ROW:
+        value = value.unsqueeze(-2)
+        return _interleaved(value) if turned else value
+    if what == Kind.COLUMN:
+        return value.unsqueeze(-1)
+    if what == Kind.PAIRS and concat:
+        return _interleaved(value)
+    return value
+
+
+def _interleaved(x: Tensor) -> Tensor:
+    """Columns of both halves in turn."""
+    return torch.stack(x.chunk(2, -1), -1).flatten(-2)
+
+
+def _separate(x: Tensor) -> Tensor:
+    """The inverse."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)

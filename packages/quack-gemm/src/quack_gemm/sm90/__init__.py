@@ -1,0 +1,1 @@
+"""Hopper: TMA and warpgroup matrix instructions."""

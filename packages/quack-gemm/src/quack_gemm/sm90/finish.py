@@ -1,0 +1,236 @@
+"""What happens to a tile's sums: operands, ops, stores."""
+
+import functools
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from quack_core.device import barrier
+from quack_core.gemm import epilogue as epi
+from quack_core.gemm.epilogue import Kind
+from quack_core.gemm.sm90 import fragment, rows, store, visit
+from quack_core.reduction.tiling import WARP
+
+from ..config import ATOM_M, WARPGROUP, GemmConfig
+from ..spec import GemmSpec
+from . import views
+
+SWAPPED = {Kind.ROW: Kind.COLUMN, Kind.COLUMN: Kind.ROW}
+STORE = 1
+"""First of the named barriers at which warpgroups write a part of D."""
+
+
+class Place(NamedTuple):
+    """A tile of D: row and column, in tiles, and the matrix of the batch."""
+
+    row: Int32
+    col: Int32
+    matrix: Int32
+
+
+class Sizes(NamedTuple):
+    """Rows and columns of the product, and steps along K."""
+
+    rows: Int32
+    cols: Int32
+    steps: Int32
+
+
+class Worker(NamedTuple):
+    """A warpgroup of those that multiply, and a thread of it."""
+
+    group: Int32
+    thread: Int32
+
+
+class Ends(NamedTuple):
+    """What an epilogue reads and writes.
+
+    Args:
+        operands: of its ops, in order.
+        shared_rows: float32 (columns of a tile, row operands, warpgroups), or None.
+        sinks: what is stored, as ``GemmSpec.sinks`` lists it.
+        reduced: of rows: (M, tiles) or (L, M, tiles), or None.
+    """
+
+    operands: Any
+    shared_rows: Any
+    sinks: list[store.Sink]
+    reduced: Any
+
+
+class TileEpilogue:
+    """The epilogue of one warpgroup's rows of a tile, 64 rows and some columns at a time."""
+
+    def __init__(self, spec: GemmSpec, config: GemmConfig):
+        self.spec, self.config = spec, config
+        self.cols, self.buffers = config.piece_cols(spec), config.buffers(spec)
+        self.operands = epi.operands(spec.epilogue)
+
+    def kind(self, operand: epi.Operand) -> Kind:
+        """What it is for the product that the kernel computes."""
+        return SWAPPED.get(operand.kind, operand.kind) if self.config.swap else operand.kind
+
+    @property
+    def num_rows(self) -> int:
+        """Row operands."""
+        return sum(self.kind(operand) == Kind.ROW for operand in self.operands)
+
+    def first_row(self, tile: Place, atom: int, who: Worker) -> Int32:
+        """Of D, the row of the thread's first sum in its instruction number ``atom``."""
+        config = self.config
+        above = atom if config.pingpong else atom * config.sharing + who.group
+        return tile.row * config.tile_m + above * ATOM_M + fragment.first_row(who.thread)
+
+    @cute.jit
+    def fetch(self, operands, tile: Place, sizes: Sizes, who: Worker) -> list:
+        """Vectors and scalars of a tile, on their way while it is multiplied."""
+        held = []
+        for i in cutlass.range_constexpr(len(self.operands)):
+            kind, tensor = self.kind(self.operands[i]), operands[i]
+            if const_expr(kind == Kind.SCALAR):
+                held.append(Float32(tensor))
+            elif const_expr(kind == Kind.DEVICE_SCALAR):
+                held.append(Float32(tensor[0]))
+            elif const_expr(kind == Kind.ROW):
+                held.append(
+                    fragment.fetch_row(
+                        tensor,
+                        tile.col * self.config.tile_n,
+                        sizes.cols,
+                        tile.matrix,
+                        who.thread,
+                        self.config.tile_n,
+                        functools.partial(self._natural, cols=sizes.cols),
+                    )
+                )
+            elif const_expr(kind == Kind.COLUMN):
+                held.append(
+                    [
+                        fragment.read_column(
+                            tensor, self.first_row(tile, atom, who), sizes.rows, tile.matrix
+                        )
+                        for atom in range(self.config.atoms)
+                    ]
+                )
+            else:
+                held.append(None)
+        return held
+
+    def _natural(self, col: Int32, cols: Int32) -> Int32:
+        return views.natural(col, cols, self.spec.concat) if self.spec.gated else col
+
+    @cute.jit
+    def finish(self, sums, ends: Ends, held, tile: Place, sizes: Sizes, who: Worker):
+        """Apply the epilogue to a tile and store it, part by part.
+
+        Synchronises: named barriers of the warpgroup.
+
+        Args:
+            held: of ``fetch``.
+        """
+        self._share_rows(ends, held, who)
+        config, names = self.config, const_expr(self.spec.reductions)
+        per_piece = const_expr(fragment.sums_of(self.cols))
+        per_atom = const_expr(config.tile_n // self.cols)
+        so_far = [rows.neutral(name) for name in names]
+        for p in cutlass.range_constexpr(config.pieces(self.spec)):
+            atom, inside = const_expr(p // per_atom), const_expr(p % per_atom)
+            first = (
+                self.first_row(tile, atom, who),
+                tile.col * config.tile_n + inside * self.cols + fragment.first_col(who.thread),
+            )
+            given = self._given(ends, held, first, atom, inside, tile, who)
+            above = (
+                Int32(atom) if const_expr(config.pingpong) else atom * config.sharing + who.group
+            )
+            place = (
+                tile.row * config.tile_m // ATOM_M + above,
+                tile.col * per_atom + inside,
+                tile.matrix,
+            )
+            buffer = who.group * self.buffers + p % self.buffers
+            pending = const_expr(self.buffers * len(ends.sinks) - 1)
+            for which, values in visit.outputs(
+                self.spec.epilogue,
+                [sums[p * per_piece + i] for i in range(per_piece)],
+                functools.partial(_value, given),
+            ):
+                if const_expr(which < 0):
+                    i = const_expr(-which - 1)
+                    before = so_far[i] if inside else rows.neutral(names[i])
+                    so_far[i] = rows.add(names[i], before, values, first[1], sizes.cols)
+                for sink in self._sinks(ends, which):
+                    store.store_piece(
+                        sink, values, buffer, place, pending, STORE + who.group, who.thread
+                    )
+            if const_expr(inside == per_atom - 1):
+                for i in cutlass.range_constexpr(len(names)):
+                    target, lane = ends.reduced[i], who.thread % WARP
+                    rows.store(
+                        names[i],
+                        so_far[i],
+                        target,
+                        first[0],
+                        sizes.rows,
+                        tile.col,
+                        tile.matrix,
+                        lane,
+                    )
+
+    @cute.jit
+    def _share_rows(self, ends: Ends, held, who: Worker):
+        """Row operands of a tile into shared memory, where each thread finds those of its columns."""
+        if const_expr(ends.shared_rows is not None):
+            barrier.sync_numbered(STORE + who.group, WARPGROUP)  # the tile before has been read
+            number = 0
+            for i in cutlass.range_constexpr(len(self.operands)):
+                if const_expr(self.kind(self.operands[i]) == Kind.ROW):
+                    target = ends.shared_rows[None, number, who.group]
+                    fragment.share_row(held[i], target, who.thread)
+                    number += 1
+            barrier.sync_numbered(STORE + who.group, WARPGROUP)
+
+    def _sinks(self, ends: Ends, which: int) -> list[store.Sink]:
+        """What is stored of output number ``which``."""
+        return [ends.sinks[i] for i, (output, _) in enumerate(self.spec.sinks) if output == which]
+
+    def _given(self, ends: Ends, held, first, atom, inside, tile: Place, who: Worker) -> list:
+        """Each operand's values for a part, as ``_value`` takes them."""
+        given, number = [], 0
+        for i, operand in enumerate(self.operands):
+            kind, values = self.kind(operand), held[i]
+            if kind == Kind.ROW:
+                start = inside * self.cols + fragment.first_col(who.thread)
+                shared = ends.shared_rows[None, number, who.group]
+                values = fragment.read_row(shared, start, self.cols)
+                number += 1
+            elif kind == Kind.COLUMN:
+                values = held[i][atom]
+            elif kind == Kind.TILE:
+                found = fragment.read_tile(ends.operands[i], first, tile.matrix, self.cols)
+                values = found.load().to(Float32)
+            elif kind == Kind.PAIRS:
+                tensor = ends.operands[i]
+                apart, step = (tensor.shape[1] // 2, 1) if self.spec.concat else (1, 2)
+                both = fragment.read_pairs(tensor, first, tile.matrix, self.cols, apart, step)
+                values = [half.load().to(Float32) for half in both]
+            given.append((kind, values))
+        return given
+
+
+def _value(given: list[tuple], which: int, i: int) -> Float32:
+    """An operand's value for the thread's sum number i."""
+    kind, values = given[which]
+    row, col = fragment.place(i)
+    if kind == Kind.ROW:
+        return values[col]
+    if kind == Kind.COLUMN:
+        return values[row]
+    if kind == Kind.TILE:
+        return values[i]
+    if kind == Kind.PAIRS:
+        return values[0][i], values[1][i]
+    return values

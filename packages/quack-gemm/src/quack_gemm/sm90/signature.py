@@ -1,0 +1,71 @@
+"""Symbolic operands of the kernel: what may be free, and what the compiler may count on."""
+
+from typing import Any
+
+from cutlass import Float32, Int32
+
+from quack_core.gemm import epilogue as epi
+from quack_core.gemm.epilogue import Kind
+from quack_core.jit.compile import symbolic, to_cute
+from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
+
+from ..config import GemmConfig
+from ..spec import GemmSpec
+
+ALIGN = 16
+"""Bytes that TMA wants addresses and strides to be multiples of."""
+
+
+def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
+    """Symbolic operands of the launch function, all but the stream."""
+    batch, m, n, k = (sym_int() for _ in range(4))
+    cols = sym_int() if spec.gated or spec.doubled else n  # of D
+
+    def matrix(dtype: str, shape: tuple, major: str, batched: bool) -> Any:
+        element = to_cute(dtype)
+        per_16 = ALIGN * 8 // element.width
+        outer = sym_int64(divisibility=per_16)
+        stride = (outer, 1) if major == "row" else (1, outer)
+        if batched:
+            shape, stride = (batch, *shape), (sym_int64(divisibility=per_16), *stride)
+        return make_fake_tensor(element, shape, stride=stride, assumed_align=ALIGN)
+
+    def operand(one: epi.Operand) -> Any:
+        if one.kind == Kind.SCALAR:
+            return Float32(0)
+        element = to_cute(one.dtype)
+        align = element.width // 8
+        if one.kind in (Kind.TILE, Kind.PAIRS):
+            stride = (sym_int64(), 1)
+            shape = (m, {Kind.TILE: n, Kind.PAIRS: cols}[one.kind])
+            if one.batched:
+                shape, stride = (batch, *shape), (sym_int64(), *stride)
+            return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
+        shape = {Kind.ROW: (n,), Kind.COLUMN: (m,)}.get(one.kind, (1,))
+        stride = (1,)
+        if one.batched:
+            shape, stride = (batch, *shape), (sym_int64(), 1)
+        return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
+
+    outputs = tuple(
+        matrix(dtype, (m, n if ratio == (1, 1) else cols), spec.d_major, spec.batched)
+        for dtype, ratio in zip(spec.outputs, spec.ratios, strict=True)
+    )
+    return (
+        matrix(spec.a, (m, k), spec.a_major, spec.a_batched),
+        matrix(spec.b, (k, n), spec.b_major, spec.b_batched),
+        outputs,
+        tuple(operand(one) for one in epi.operands(spec.epilogue)) or None,
+        tuple(_partials(m, batch, spec) for _ in spec.reductions) or None,
+        Int32(0),
+        *(_scratch(name) if config.split_k > 1 else None for name in ("float32", "int32")),
+    )
+
+
+def _partials(m: Any, batch: Any, spec: GemmSpec) -> Any:
+    shape = (batch, m, sym_int()) if spec.batched else (m, sym_int())
+    return symbolic("float32", shape, align=4, contiguous=True)
+
+
+def _scratch(dtype: str) -> Any:
+    return symbolic(dtype, (sym_int(),), align=ALIGN, contiguous=True)

@@ -1,0 +1,357 @@
+"""GEMM against float64: layouts, sizes, batches, dtypes, epilogues, and every configuration there is."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quack_core.errors import DTypeError, LayoutError, ShapeError, UnsupportedError
+from quack_core.gemm.epilogue import (
+    ACTIVATIONS,
+    Activation,
+    AddVector,
+    Gate,
+    Kind,
+    Op,
+    Scale,
+)
+from quack_core.testing.compare import assert_accurate, assert_bitwise
+from quack_core.testing.inputs import random
+from quack_gemm import heuristic
+from quack_gemm.api import gemm
+from quack_gemm.config import GemmConfig
+from quack_gemm.spec import GemmSpec
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Finish = Callable[[Tensor], Tensor]
+
+
+def matrix(
+    rows: int,
+    cols: int,
+    major: str,
+    device: str,
+    seed: int,
+    dtype: torch.dtype = BF16,
+    batch: int = 0,
+) -> Tensor:
+    """(rows, cols) or (batch, rows, cols), stride 1 along rows' or columns' elements."""
+    shape = (rows, cols) if major == "row" else (cols, rows)
+    found = random((batch, *shape) if batch else shape, BF16, device, seed=seed).to(dtype)
+    return found if major == "row" else found.mT
+
+
+def compare(actual: Tensor, a: Tensor, b: Tensor, finish: Finish = lambda x: x) -> None:
+    """Contract 1 for GEMM: per element, and relative Frobenius error 1.5 times the baseline's."""
+    right = finish(a.double() @ b.double())
+    base = finish(a.float() @ b.float()).to(actual.dtype)
+    flat = (-1, actual.shape[-1])
+    assert_accurate(actual.reshape(flat), right.reshape(flat), base.reshape(flat))
+    error, allowed = ((x.double() - right).norm() for x in (actual, base))
+    assert error <= 1.5 * allowed + 1e-12 * right.norm()
+
+
+@pytest.mark.parametrize("b_major", ["row", "column"])
+@pytest.mark.parametrize("a_major", ["row", "column"])
+@pytest.mark.parametrize("size", [(136, 264, 72), (128, 256, 64), (8, 8, 8), (264, 520, 1032)])
+def test_layouts(size: tuple[int, int, int], a_major: str, b_major: str, device: str) -> None:
+    m, n, k = size
+    a, b = matrix(m, k, a_major, device, 1), matrix(k, n, b_major, device, 2)
+    compare(gemm(a, b), a, b)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 16, 32, 63, 64, 65, 129, 257])
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (1001, 136), (105, 8)])
+def test_odd_rows_and_columns_KG_01_KG_10(m: int, n: int, k: int, device: str) -> None:
+    """Free along every axis that is not strided: M and N of row-major A and column-major B."""
+    a, b = matrix(m, k, "row", device, m), matrix(k, n, "column", device, n)
+    compare(gemm(a, b), a, b)
+
+
+def test_what_strides_rows_says_its_rule_KG_01_KG_02(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the CPU reads every layout")
+    b = matrix(107, 64, "column", device, 2)
+    with pytest.raises(LayoutError, match=r"a.stride\(-2\) is 107: .* multiple of 8"):
+        gemm(matrix(3, 107, "row", device, 1), b)
+    wide = random((64, 65), F16, device, seed=1)
+    with pytest.raises(LayoutError, match=r"a.stride\(-2\) is 65"):
+        gemm(wide[:, :64], random((64, 64), F16, device, seed=2))
+    padded = torch.nn.functional.pad(matrix(3, 107, "row", device, 1), (0, 5))[:, :107]
+    also = torch.nn.functional.pad(b.mT, (0, 5)).mT[:107]
+    compare(gemm(padded, also), padded, also)
+
+
+@pytest.mark.parametrize("m,n,k", [(0, 16, 8), (16, 0, 8), (16, 8, 0), (0, 0, 0)])
+def test_sizes_of_zero_KG_03(m: int, n: int, k: int, device: str) -> None:
+    a, b = (torch.ones(s, dtype=BF16, device=device) for s in ((m, k), (k, n)))
+    c, bias = random((m, n), BF16, device, seed=1), random((n,), BF16, device, seed=2)
+    found = gemm(a, b, c=c, beta=2.0, bias=bias)
+    assert_bitwise(found, (2 * c.float() + bias.float()).to(BF16))
+    assert gemm(a, b).shape == (m, n)
+    assert not gemm(a, b).any()
+
+
+@pytest.mark.parametrize("batches", [(3, 3), (3, 0), (0, 3), (1, 3), (3, 1), (1, 1)])
+def test_batches(batches: tuple[int, int], device: str) -> None:
+    a = matrix(40, 72, "row", device, 1, batch=batches[0])
+    b = matrix(72, 88, "column", device, 2, batch=batches[1])
+    compare(gemm(a, b), a, b)
+
+
+@pytest.mark.parametrize("batches", [(3, 3), (1, 3), (1, 1), (0, 1)])
+def test_batches_of_other_operands(batches: tuple[int, int], device: str) -> None:
+    a = matrix(40, 72, "row", device, 1, batch=batches[0])
+    b = matrix(72, 88, "column", device, 2, batch=batches[1])
+    count = max(batches)
+    c, bias = (
+        random((count, 40, 88), BF16, device, seed=3),
+        random((count, 88), F32, device, seed=4),
+    )
+
+    def finish(x: Tensor) -> Tensor:
+        return x + c.to(x.dtype) + bias.to(x.dtype)[:, None]
+
+    compare(gemm(a, b, c=c, bias=bias), a, b, finish)
+    one = random((88,), F32, device, seed=5)
+    compare(gemm(a, b, bias=one), a, b, lambda x: x + one.to(x.dtype))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_dtypes(dtype: torch.dtype, out_dtype: torch.dtype, device: str) -> None:
+    a = matrix(100, 200, "row", device, 1, dtype)
+    b = matrix(200, 152, "column", device, 2, dtype)
+    found = gemm(a, b, out_dtype=out_dtype)
+    assert found.dtype == out_dtype
+    compare(found, a, b)
+
+
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)])
+@pytest.mark.parametrize("scale", ["number", "tensor", "row", "mixed"])
+def test_8_bits_KG_17(kinds: tuple[torch.dtype, torch.dtype], scale: str, device: str) -> None:
+    """Scales by their shape; sums as precise as the tensor cores' parts of 128 along K allow."""
+    m, n, k = 144, 160, 512
+    a, b = (
+        matrix(m, k, "row", device, 1).mul(0.5).to(kinds[0]),
+        matrix(k, n, "column", device, 2).mul(0.5).to(kinds[1]),
+    )
+    by_row = random((m, 1), F32, device, seed=3).abs() + 0.5
+    by_col = random((1, n), F32, device, seed=4).abs() + 0.5
+    one = torch.tensor([0.75], device=device)
+    scale_a, scale_b = {
+        "number": (0.75, 1.5),
+        "tensor": (one, one * 2),
+        "row": (by_row, by_col),
+        "mixed": (one.reshape(()), by_col),
+    }[scale]
+    found = gemm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=F32)
+    right = (a.double() @ b.double()) * scale_a * scale_b
+    terms = (a.double().abs() @ b.double().abs()) * scale_a * scale_b
+    assert ((found.double() - right).abs() <= 2.0**-13 * terms).all()
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0, "device"])
+@pytest.mark.parametrize("alpha", [1.0, -2.0, "device"])
+def test_alpha_beta_and_c_KG_08(alpha: Any, beta: Any, device: str) -> None:
+    """Numbers and device scalars alike; beta = 0 does not read C."""
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    c = random((72, 136), BF16, device, seed=3)
+    if beta == 0.0:
+        c = torch.full_like(c, torch.nan)
+    x, y = (torch.tensor([0.75], device=device) if v == "device" else v for v in (alpha, beta))
+    found = gemm(a, b, c=c, alpha=x, beta=y)
+    factors = [0.75 if v == "device" else v for v in (alpha, beta)]
+
+    def finish(product: Tensor) -> Tensor:
+        product = product * factors[0]
+        return product if beta == 0.0 else product + c.to(product.dtype) * factors[1]
+
+    compare(found, a, b, finish)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, device: str) -> None:
+    a, b = matrix(96, 64, "row", device, 1), matrix(64, 72, "column", device, 2).mul(0.25)
+    bias = random((72,), F32, device, seed=3)
+
+    def finish(x: Tensor) -> Tensor:
+        return Activation(activation).reference(x + bias.to(x.dtype))
+
+    compare(gemm(a, b, bias=bias, activation=activation), a, b, finish)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "relu", "sigmoid"])
+@pytest.mark.parametrize("size", [(136, 512, 72), (33, 48, 64), (1, 16, 8)])
+def test_pairs_KG_12(size: tuple[int, int, int], name: str, device: str) -> None:
+    m, n, k = size
+    a, b = matrix(m, k, "row", device, 1), matrix(k, n, "column", device, 2)
+    bias = random((n,), BF16, device, seed=3)
+
+    def finish(x: Tensor) -> Tensor:
+        x = x + bias.to(x.dtype)
+        return Activation(name).reference(x[:, ::2]) * x[:, 1::2]
+
+    compare(gemm(a, b, bias=bias, epilogue=[Gate(name)]), a, b, finish)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clamp(Op):
+    """An op as a user writes it."""
+
+    limit: float
+
+    def apply(self, x: Any, *operands: Any) -> Any:
+        import cutlass.cute as cute
+        from cutlass import Float32
+
+        return cute.arch.fmin(x, Float32(self.limit))
+
+    def reference(self, x: Any, *operands: Any) -> Any:
+        return x.clamp(max=self.limit)
+
+
+def test_ops_of_users(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    by_row = random((72,), F32, device, seed=3)
+    found = gemm(a, b, epilogue=[(AddVector("float32", Kind.COLUMN), by_row), Clamp(1.5)])
+    compare(found, a, b, lambda x: (x + by_row.to(x.dtype)[:, None]).clamp(max=1.5))
+    half = gemm(a, b, epilogue=[(Scale(), 0.5), Clamp(0.25)])
+    compare(half, a, b, lambda x: (x * 0.5).clamp(max=0.25))
+
+
+def configs(spec: GemmSpec) -> list[GemmConfig]:
+    """Every configuration that the heuristic can return."""
+    return list(heuristic.candidates(spec))
+
+
+PLAIN = GemmSpec("bfloat16", "bfloat16", "bfloat16")
+GATED = dataclasses.replace(PLAIN, epilogue=(Gate("silu"),))
+
+
+@pytest.mark.parametrize("config", configs(PLAIN), ids=lambda c: str(c)[10:])
+def test_every_configuration(config: GemmConfig, cuda: str) -> None:
+    """Whole tiles and parts of them, K of fewer and of more stages than there are."""
+    for m, n, k in ((300, 552, 1000), (257, 264, 64), (1, 8, 8)):
+        a, b = matrix(m, k, "row", cuda, m), matrix(k, n, "column", cuda, n)
+        bias, c = random((n,), BF16, cuda, seed=3), random((m, n), BF16, cuda, seed=4)
+        found = gemm(a, b, bias=bias, c=c, config=config)
+        compare(found, a, b, lambda x, c=c, bias=bias: x + c.to(x.dtype) + bias.to(x.dtype))  # type: ignore[misc]
+        assert_bitwise(gemm(a, b, bias=bias, c=c, config=config), found)
+
+
+@pytest.mark.parametrize("config", configs(GATED), ids=lambda c: str(c)[10:])
+def test_every_configuration_of_pairs(config: GemmConfig, cuda: str) -> None:
+    a, b = matrix(300, 200, "row", cuda, 1), matrix(200, 1040, "column", cuda, 2)
+    found = gemm(a, b, epilogue=[Gate("silu")], config=config)
+    compare(found, a, b, lambda x: F.silu(x[:, ::2]) * x[:, 1::2])
+
+
+def test_out(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    wide = torch.full((72, 200), torch.nan, dtype=BF16, device=device)
+    out = wide[:, 8:144]
+    assert gemm(a, b, out=out) is out
+    compare(out, a, b)
+    assert wide[:, :8].isnan().all() and wide[:, 144:].isnan().all()
+    turned = torch.empty(136, 72, dtype=BF16, device=device).mT
+    compare(gemm(a, b, out=turned), a, b)
+
+
+def test_past_2_to_the_31_elements_KG_11(cuda: str) -> None:
+    a, b = matrix(70000, 64, "row", cuda, 1), matrix(64, 32768, "column", cuda, 2)
+    found = gemm(a, b)
+    for rows in (slice(0, 64), slice(65500, 65600), slice(69936, 70000)):
+        compare(found[rows], a[rows], b)
+
+
+def test_long_K_KG_18(cuda: str) -> None:
+    for m, n, k in ((512, 1024, 147456), (1538, 256, 2048)):
+        a, b = matrix(m, k, "row", cuda, 1), matrix(k, n, "column", cuda, 2)
+        compare(gemm(a, b), a, b)
+
+
+def test_vectors_at_the_end_of_an_allocation_KG_09(cuda: str) -> None:
+    a, b = matrix(136, 64, "row", cuda, 1), matrix(64, 1528, "column", cuda, 2)
+    bias = torch.cat((random((1528,), F32, cuda, seed=3), torch.full((8,), torch.nan, device=cuda)))
+    compare(gemm(a, b, bias=bias[:1528]), a, b, lambda x: x + bias[:1528].to(x.dtype))
+
+
+def test_replays_read_device_scalars_KG_08(cuda: str) -> None:
+    a, b = matrix(72, 64, "row", cuda, 1), matrix(64, 136, "column", cuda, 2)
+    alpha, out = torch.ones(1, device=cuda), torch.empty(72, 136, dtype=BF16, device=cuda)
+    gemm(a, b, alpha=alpha, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemm(a, b, alpha=alpha, out=out)
+    for value in (1.0, -0.5):
+        alpha.fill_(value)
+        graph.replay()
+        compare(out, a, b, lambda x, value=value: x * value)  # type: ignore[misc]
+
+
+def test_the_same_bits_every_time(cuda: str) -> None:
+    a, b = matrix(1000, 2048, "row", cuda, 1), matrix(2048, 1000, "column", cuda, 2)
+    first = gemm(a, b)
+    for _ in range(50):
+        assert_bitwise(gemm(a, b), first)
+
+
+def test_bad_operands_are_named(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    with pytest.raises(ShapeError, match=r"a.shape\[-1\] is 64, b.shape\[-2\] is 32"):
+        gemm(a, b[:32])
+    with pytest.raises(UnsupportedError, match=r"a is float32.*torch.matmul"):
+        gemm(a.float(), b.float())
+    with pytest.raises(DTypeError, match=r"a is bfloat16, b is float16"):
+        gemm(a, b.half())
+    with pytest.raises(ShapeError, match=r"bias of AddVector has the shape \(8,\): .* \(136,\)"):
+        gemm(a, b, bias=random((8,), BF16, device, seed=1))
+    with pytest.raises(ShapeError, match=r"c of AddC has the shape \(1, 136\)"):
+        gemm(a, b, c=random((1, 136), BF16, device, seed=1))
+    with pytest.raises(DTypeError, match=r"activation 'swish' must be one of"):
+        gemm(a, b, activation="swish")
+    with pytest.raises(ShapeError, match=r"out has the shape \(72, 128\)"):
+        gemm(a, b, out=torch.empty(72, 128, dtype=BF16, device=device))
+    with pytest.raises(DTypeError, match=r"out_dtype is int32"):
+        gemm(a, b, out_dtype=torch.int32)
+    with pytest.raises(ShapeError, match=r"scale_a has the shape \(3,\)"):
+        gemm(a, b, scale_a=torch.ones(3, device=device))
+    with pytest.raises(ShapeError, match=r"b.shape\[-1\] is 136: .* multiple of 16"):
+        gemm(a, b, epilogue=[Gate("silu")])
+
+
+def test_shapes_on_meta() -> None:
+    a, b = (
+        torch.empty(3, 72, 64, dtype=BF16, device="meta"),
+        torch.empty(64, 128, dtype=BF16, device="meta"),
+    )
+    assert gemm(a, b).shape == (3, 72, 128)
+    found = gemm(a, b, out_dtype=F32, epilogue=[Gate("silu")])
+    assert found.shape == (3, 72, 64) and found.dtype == F32 and found.is_meta
+
+
+def test_gradients_raise(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1).requires_grad_(), matrix(64, 136, "column", device, 2)
+    found = gemm(a, b)
+    with pytest.raises(UnsupportedError, match=r"gradient"):
+        found.sum().backward()
+    with torch.no_grad():
+        compare(gemm(a, b), a.detach(), b)
+
+
+def test_compile_whole_graph(device: str) -> None:
+    torch._dynamo.reset()
+    backend = "inductor" if device == "cuda" else "aot_eager"
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        return gemm(a, b, alpha=0.5, activation="silu", out_dtype=F32) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    assert_bitwise(compiled(a, b), step(a, b))
