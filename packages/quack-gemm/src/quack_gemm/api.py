@@ -24,8 +24,9 @@ def gemm(
     *,
     c: Tensor | None = None,
     bias: Tensor | None = None,
-    alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
+    # No 1.0: with dynamic shapes torch.compile makes a variable of a number that is a default.
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
@@ -47,7 +48,7 @@ def gemm(
             A matrix without L, or with an L of 1, belongs to all matrices of the other's batch.
         c: (M, N) or (L, M, N), added; not read if ``beta`` is the number 0.
         bias: (N,), added to each row.
-        alpha, beta: numbers, or float32 tensors of one element, read when the kernel runs.
+        alpha, beta: numbers, or float32 tensors of one element, read when the kernel runs; 1 if None.
         out: where the result goes; shaped like it, with strides as of ``a``.
         out_dtype: bfloat16, float16 or float32; by default that of a 16-bit ``a``, else bfloat16.
         activation: one of `quack_core.gemm.epilogue.ACTIVATIONS`.
@@ -123,8 +124,8 @@ def _steps(
     batches: int | None,
     c: Tensor | None,
     bias: Tensor | None,
-    alpha: float | Tensor,
-    beta: float | Tensor,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
     activation: str | None,
     scale_a: float | Tensor | None,
     scale_b: float | Tensor | None,
@@ -133,22 +134,28 @@ def _steps(
     steps: list[Step] = []
     kind: Kind | None
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b), ("alpha", alpha)):
-        if scale is None or (name == "alpha" and not isinstance(scale, Tensor) and scale == 1.0):
+        if scale is None or (name == "alpha" and _is(scale, 1.0)):
             continue
         kind, value = launch.scale_kind(name, scale, m, n)
         steps.append((Scale(kind, name), (value,)))
-    if c is not None and (isinstance(beta, Tensor) or beta != 0.0):
+    if c is not None and not _is(beta, 0.0):
         batched = isinstance(c, Tensor) and c.dim() == 3
-        plain = not isinstance(beta, Tensor) and beta == 1.0
-        kind = None if plain else launch.scale_kind("beta", beta, m, n)[0]
-        operands = (c,) if plain else (c, beta.reshape(1) if isinstance(beta, Tensor) else beta)
-        steps.append((AddC(_dtype("c", c), kind, batched), operands))
+        if beta is None or _is(beta, 1.0):
+            steps.append((AddC(_dtype("c", c), None, batched), (c,)))
+        else:
+            kind, value = launch.scale_kind("beta", beta, m, n)
+            steps.append((AddC(_dtype("c", c), kind, batched), (c, value)))
     if bias is not None:
         batched = isinstance(bias, Tensor) and bias.dim() == 2
         steps.append((AddVector(_dtype("bias", bias), Kind.ROW, batched), (bias,)))
     if activation is not None and activation != "identity":
         steps.append((Activation(activation), ()))
     return steps
+
+
+def _is(factor: float | Tensor | None, value: float) -> bool:
+    """Whether a factor is this number; not where the number lies on a device."""
+    return not isinstance(factor, Tensor) and factor == value
 
 
 def _dtype(name: str, x: Tensor) -> str:

@@ -134,6 +134,8 @@ def _forward_cuda(
 ) -> list[Tensor]:
     steps = _steps(text, tensors, numbers)
     _checked(a, b, steps, out_dtypes)
+    # Where this was traced, nothing knew the addresses.
+    a, b = (launch.readable(x) if check.misaligned(x) else x for x in (a, b))
     return launch.forward(a, b, steps, out_dtypes, concat, config=_config(config))
 
 
@@ -151,7 +153,7 @@ def _forward_fake(
     batch, m = _checked(a, b, steps, out_dtypes)
     spec = launch.shape_of(tuple(op for op, _ in steps))
     return [
-        a.new_empty((*batch, m, spec.cols(i, b.shape[-1])), dtype=dtype)
+        launch.empty(a, (*batch, m, spec.cols(i, b.shape[-1])), dtype)
         for i, dtype in enumerate(out_dtypes)
     ] + [a.new_empty((*batch, m), dtype=torch.float32) for _ in spec.reductions]
 

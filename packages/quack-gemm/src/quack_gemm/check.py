@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
 from quack_core.gemm.epilogue import Kind, Op, doubles, halves
 
@@ -166,42 +167,58 @@ def out_dtype(dtype: torch.dtype) -> None:
         raise DTypeError(f"gemm: out_dtype is {_name(dtype)}: it must be one of {names}")
 
 
+def order(x: Tensor) -> Major | None:
+    """Which memory order a matrix has, for a kernel; None if TMA cannot read it."""
+    needed = ALIGN // x.element_size()
+    if misaligned(x) or (x.dim() == 3 and x.shape[0] > 1 and x.stride(0) % needed):
+        return None
+    if _strided(x, -1, -2, needed):
+        return "row"
+    return "column" if _strided(x, -2, -1, needed) else None
+
+
 def major(name: str, x: Tensor) -> Major:
-    """Which memory order a matrix has, for a kernel.
+    """As `order`.
 
     Raises:
         LayoutError: TMA cannot read it; says why and what helps.
     """
-    rows, cols = x.shape[-2], x.shape[-1]
-    fitting: list[tuple[Major, int]] = []  # and the dimension that is strided
-    if x.stride(-1) == 1 or cols == 1:
-        fitting.append(("row", -2))
-    if x.stride(-2) == 1 or rows == 1:
-        fitting.append(("column", -1))
-    if not fitting:
+    found = order(x)
+    if found is not None:
+        return found
+    if misaligned(x):
+        raise LayoutError(
+            f"gemm: the address of {name} is {misaligned(x)} bytes off a multiple of {ALIGN}; call "
+            f"{name}.clone()"
+        )
+    needed = ALIGN // x.element_size()
+    dims = [(-1, -2), (-2, -1)]
+    dims = [pair for pair in dims if x.stride(pair[0]) == 1 or x.shape[pair[0]] == 1]
+    if not dims:
         raise LayoutError(
             f"gemm: {name} has the strides {tuple(x.stride())}: one of the last two must be 1; call "
             f"{name}.contiguous()"
         )
-    needed = ALIGN // x.element_size()
-    aligned = [order for order, dim in fitting if x.shape[dim] == 1 or x.stride(dim) % needed == 0]
-    if not aligned:
-        _, dim = fitting[0]
+    if not any(_strided(x, *pair, needed) for pair in dims):
+        along, across = dims[0]
         raise LayoutError(
-            f"gemm: {name}.stride({dim}) is {x.stride(dim)}: rows in memory must begin at multiples of "
-            f"{ALIGN} bytes, so it must be a multiple of {needed}; pad {name}.shape[{-3 - dim}], and "
-            "slice what you pass"
+            f"gemm: {name}.stride({across}) is {x.stride(across)}: rows in memory must begin at "
+            f"multiples of {ALIGN} bytes, so it must be a multiple of {needed}; pad "
+            f"{name}.shape[{along}], and slice what you pass"
         )
-    if x.dim() == 3 and x.shape[0] > 1 and x.stride(0) % needed:
-        raise LayoutError(
-            f"gemm: {name}.stride(0) is {x.stride(0)}: it must be a multiple of {needed}"
-        )
-    if x.data_ptr() % ALIGN:
-        raise LayoutError(
-            f"gemm: the address of {name} is {x.data_ptr() % ALIGN} bytes off a multiple of {ALIGN}; "
-            f"call {name}.clone()"
-        )
-    return aligned[0]
+    raise LayoutError(f"gemm: {name}.stride(0) is {x.stride(0)}: it must be a multiple of {needed}")
+
+
+def _strided(x: Tensor, along: int, across: int, needed: int) -> bool:
+    """Whether one dimension is contiguous, and steps of the other are multiples of 16 bytes."""
+    return (x.stride(along) == 1 or x.shape[along] == 1) and (
+        x.stride(across) % needed == 0 or x.shape[across] == 1
+    )
+
+
+def misaligned(x: Tensor) -> int:
+    """By how many bytes a tensor misses an address that TMA takes; 0 where it has no address yet."""
+    return x.data_ptr() % ALIGN if torch_op.addressed(x) else 0
 
 
 def layouts(b: Tensor, given: Sequence[tuple[Op, tuple[Any, ...]]]) -> None:

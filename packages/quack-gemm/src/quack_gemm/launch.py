@@ -16,10 +16,7 @@ from . import check, heuristic, reference
 from .config import GemmConfig
 from .heuristic import Problem
 from .reference import Step
-from .spec import GemmSpec
-
-PAD = 16
-"""Bytes that the rows of results begin at multiples of."""
+from .spec import GemmSpec, Major
 
 # Keys hold shapes: a serving process has a few hundred.
 _launchers: dict[tuple[Any, ...], Any] = {}
@@ -51,7 +48,7 @@ def forward(
     ops = tuple(op for op, _ in steps)
     spec = shape_of(ops)
     outputs = [
-        out if out is not None and i == 0 else _empty(a, (*batch, m, spec.cols(i, n)), dtype)
+        out if out is not None and i == 0 else empty(a, (*batch, m, spec.cols(i, n)), dtype)
         for i, dtype in enumerate(out_dtypes)
     ]
     if 0 in (m, n, *batch):  # a sum of nothing is 0, but nothing has a largest element
@@ -104,12 +101,30 @@ def _unbatched(steps: Sequence[Step]) -> list[Step]:
     return found
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """(M, N) or (L, M, N), whose rows begin at multiples of 16 bytes."""
-    n, step = shape[-1], PAD // dtype.itemsize
-    padded = -(-n // step) * step
-    found = torch.empty((*shape[:-1], padded), dtype=dtype, device=like.device)
-    return found if padded == n else found[..., :n]
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """(M, N) or (L, M, N); its rows begin at multiples of 16 bytes, but for the CPU."""
+    m, n = shape[-2:]
+    step = 1 if like.device.type == "cpu" else check.ALIGN // dtype.itemsize
+    row = -(-n // step) * step
+    return like.new_empty_strided(shape, (m * row, row, 1)[-len(shape) :], dtype=dtype)
+
+
+def readable(x: Tensor, order: Major | None = None) -> Tensor:
+    """A matrix as kernels can read it: itself, or a copy whose rows begin at multiples of 16 bytes.
+
+    Args:
+        order: the memory order that it has to have; None: any.
+    """
+    if x.device.type == "cpu":
+        return x
+    found = check.order(x)
+    if found is not None and (order is None or found == order):
+        return x
+    if order is None:
+        order = "column" if x.stride(-2) == 1 else "row"
+    if order == "column":
+        return readable(x.mT, "row").mT
+    return empty(x, tuple(x.shape), x.dtype).copy_(x)
 
 
 def _prepare(

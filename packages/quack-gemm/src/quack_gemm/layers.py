@@ -7,11 +7,9 @@ from torch import Tensor, nn
 
 from quack_core.gemm.activations import derivative
 
-from . import check
 from .api import gemm
 from .fused import GATED, gemm_act, gemm_dact, gemm_dgated, gemm_gated
-
-ALIGN = 16
+from .launch import readable
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -219,7 +217,7 @@ def _first(
     wanted: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """A layer with its activation: what went into that, if it is wanted, and the result."""
-    a, b = readable(x), readable(weight).mT
+    a, b = readable(x), readable(weight, "row" if activation in GATED else None).mT
     if activation in GATED:
         return gemm_gated(a, b, activation, bias=bias, store_preact=wanted, concat=concat)
     return gemm_act(a, b, activation, bias=bias, store_preact=wanted)
@@ -259,16 +257,3 @@ def _gradients(
 def _rows(x: Tensor) -> Tensor:
     """(..., K) as (M, K)."""
     return x.reshape(-1, x.shape[-1])
-
-
-def readable(x: Tensor) -> Tensor:
-    """A matrix as kernels can read it: itself, or a copy whose rows begin at multiples of 16 bytes."""
-    if not x.is_cuda:
-        return x
-    try:
-        check.major("x", x)
-    except check.LayoutError:
-        step = ALIGN // x.element_size()
-        padded = x.new_empty(x.shape[0], -(-x.shape[1] // step) * step)[:, : x.shape[1]]
-        return padded.copy_(x)
-    return x
