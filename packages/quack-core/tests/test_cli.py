@@ -167,7 +167,7 @@ def package(monkeypatch, tmp_path):
                     Kernel("quack_probe.scale", ScaleSpec(n, dtype, kind), config, arch)
                     for n in sizes
                 )
-            def model_calls(model):
+            def model_calls(model, arch):
                 return ({"op": "scale", "x": f"{model.dtype}[8, {model.hidden}]"},)
         """)
     )

@@ -174,7 +174,7 @@ def test_operator_without_a_list():
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_calls_of_models_name_operators_with_lists(model):
-    calls = kernels.model_calls(model)
+    calls = kernels.model_calls(model, SM90)
     assert {call["op"] for call in calls} == {"rmsnorm", "softmax", "cross_entropy"}
     assert all(callable(getattr(kernels, call["op"])) for call in calls)
 
@@ -182,7 +182,7 @@ def test_calls_of_models_name_operators_with_lists(model):
 def test_a_step_of_a_warmed_up_model_loads_nothing_else(loaded):
     """As `quack warmup --model llama3-8b` lists them; on few rows and on many."""
     model = MODELS["llama3-8b"]
-    warm = set(kernels_of(kernels.model_calls(model), SM90))
+    warm = set(kernels_of(kernels.model_calls(model, SM90), SM90))
     for shape in ((40,), (3,), (1,), (2, 20), (1, 40)):
         x, w = t(*shape, model.hidden, grad=True), t(model.hidden, grad=True)
         quack_norm.rmsnorm(x, w, eps=1e-5).sum().backward()

@@ -43,7 +43,7 @@ def call(
     return found
 
 
-def _config(text: str) -> GemmConfig | int | None:
+def config_of(text: str) -> GemmConfig | int | None:
     """What ``call`` was given."""
     value = ast.literal_eval(text) if text else None
     return GemmConfig(**value) if isinstance(value, dict) else value
@@ -85,7 +85,7 @@ def _ops(text: str) -> tuple[Op, ...]:
     return tuple(found)
 
 
-def _steps(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Step]:
+def steps_of(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Step]:
     """The epilogue with its operands again."""
     left, rest, found = list(tensors), list(numbers), []
     for op in _ops(text):
@@ -117,7 +117,7 @@ def _forward_cpu(
     concat: bool,
     config: str,
 ) -> list[Tensor]:
-    steps = _steps(text, tensors, numbers)
+    steps = steps_of(text, tensors, numbers)
     _checked(a, b, steps, out_dtypes)
     return reference.forward(a, b, steps, out_dtypes, concat)
 
@@ -132,11 +132,11 @@ def _forward_cuda(
     concat: bool,
     config: str,
 ) -> list[Tensor]:
-    steps = _steps(text, tensors, numbers)
+    steps = steps_of(text, tensors, numbers)
     _checked(a, b, steps, out_dtypes)
     # Where this was traced, nothing knew the addresses.
     a, b = (launch.readable(x) if check.misaligned(x) else x for x in (a, b))
-    return launch.forward(a, b, steps, out_dtypes, concat, config=_config(config))
+    return launch.forward(a, b, steps, out_dtypes, concat, config=config_of(config))
 
 
 def _forward_fake(
@@ -149,7 +149,7 @@ def _forward_fake(
     concat: bool,
     config: str,
 ) -> list[Tensor]:
-    steps = _steps(text, tensors, numbers)
+    steps = steps_of(text, tensors, numbers)
     batch, m = _checked(a, b, steps, out_dtypes)
     spec = launch.shape_of(tuple(op for op, _ in steps))
     return [

@@ -18,6 +18,8 @@ from .heuristic import Problem
 from .reference import Step
 from .spec import GemmSpec, Major
 
+MODULE = f"{__package__}.sm90.kernel"
+
 # Keys hold shapes: a serving process has a few hundred.
 _launchers: dict[tuple[Any, ...], Any] = {}
 MOST_LAUNCHERS = 4096
@@ -41,9 +43,8 @@ def forward(
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = batch_of(a, b)
     if batch == (1,):
-        a, b = (x[0] if x.dim() == 3 else x for x in (a, b))
         single = None if out is None else out[0]
-        found = forward(a, b, _unbatched(steps), out_dtypes, concat, single, config)
+        found = forward(*unbatched(a, b, steps), out_dtypes, concat, single, config)
         return [x.unsqueeze(0) for x in found]
     ops = tuple(op for op, _ in steps)
     spec = shape_of(ops)
@@ -91,14 +92,15 @@ def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
     return (0,) if 0 in sizes else (max(sizes),)
 
 
-def _unbatched(steps: Sequence[Step]) -> list[Step]:
-    """An epilogue of a batch of one matrix, as that of the matrix."""
+def unbatched(a: Tensor, b: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Tensor, list[Step]]:
+    """A batch of one product, as the product."""
     found = []
     for op, operands in steps:
         batched = [what.batched for what in op.operands]
         given = tuple(x[0] if b else x for x, b in zip(operands, batched, strict=True))
         found.append((replace(op, batched=False) if any(batched) else op, given))  # type: ignore[type-var]
-    return found
+    a, b = (x[0] if x.dim() == 3 else x for x in (a, b))
+    return a, b, found
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -127,6 +129,48 @@ def readable(x: Tensor, order: Major | None = None) -> Tensor:
     return empty(x, tuple(x.shape), x.dtype).copy_(x)
 
 
+def plan(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    steps: Sequence[Step],
+    concat: bool,
+    config: GemmConfig | int | None,
+    target: arch.Arch,
+    sms: int,
+) -> tuple[Problem, GemmConfig]:
+    """What there is to do, and how; of tensors without memory too.
+
+    Args:
+        d: the first output.
+        sms: how many SMs the GPU has.
+
+    Raises:
+        LayoutError: an operand cannot be read.
+        ShapeError, UnsupportedError: as `heuristic.default`.
+        ValueError: the configuration does not fit.
+    """
+    check.layouts(b, steps)
+    spec = GemmSpec(
+        a=torch_op.name_of(a.dtype),
+        b=torch_op.name_of(b.dtype),
+        d=torch_op.name_of(d.dtype),
+        a_major=check.major("a", a),
+        b_major=check.major("b", b),
+        d_major=check.major("out", d),
+        a_batched=a.dim() == 3 and a.shape[0] > 1,
+        b_batched=b.dim() == 3 and b.shape[0] > 1,
+        epilogue=tuple(op for op, _ in steps),
+        concat=concat,
+    )
+    batches = d.shape[0] if d.dim() == 3 else 1
+    problem = Problem(a.shape[-2], b.shape[-1], a.shape[-1], batches, spec, sms)
+    if not isinstance(config, GemmConfig):
+        config = heuristic.default(problem, target, split_k=config)
+    config.check(spec)
+    return problem, config
+
+
 def _prepare(
     a: Tensor,
     b: Tensor,
@@ -138,34 +182,14 @@ def _prepare(
 ) -> Any:
     """``launch(a, b, outputs, operands)`` for tensors like these."""
     target = arch.detect(device)
-    check.layouts(b, steps)
-    ops = tuple(op for op, _ in steps)
-    spec = GemmSpec(
-        a=torch_op.name_of(a.dtype),
-        b=torch_op.name_of(b.dtype),
-        d=torch_op.name_of(outputs[0].dtype),
-        a_major=check.major("a", a),
-        b_major=check.major("b", b),
-        d_major=check.major("out", outputs[0]),
-        a_batched=a.dim() == 3 and a.shape[0] > 1,
-        b_batched=b.dim() == 3 and b.shape[0] > 1,
-        epilogue=ops,
-        concat=concat,
-    )
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    batches = outputs[0].shape[0] if outputs[0].dim() == 3 else 1
-    problem = Problem(a.shape[-2], b.shape[-1], a.shape[-1], batches, spec, sms)
-    chosen = (
-        config
-        if isinstance(config, GemmConfig)
-        else heuristic.default(problem, target, split_k=config)
-    )
-    chosen.check(spec)
+    problem, chosen = plan(a, b, outputs[0], steps, concat, config, target, sms)
+    spec, batches = problem.spec, problem.batches
     resident = occupancy.resident_clusters(
         device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
     )
     with torch_workspace.relaxed_capture():
-        kernel = cache.load(f"{__package__}.sm90.kernel", spec, chosen, target)
+        kernel = cache.load(MODULE, spec, chosen, target)
     m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
     tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
     squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))

@@ -138,7 +138,7 @@ def topk(x: Tensor, k: int, softmax: bool = False, *, arch: Arch) -> Kernels:
     return tuple(found)
 
 
-def model_calls(model: Model) -> tuple[dict[str, Any], ...]:
+def model_calls(model: Model, arch: Arch) -> tuple[dict[str, Any], ...]:
     """What a step of a model calls, training and inference, as lines of a shapes file.
 
     The number of rows changes no kernel; that they come in two dimensions or three does.

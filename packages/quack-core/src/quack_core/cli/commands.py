@@ -75,23 +75,25 @@ def warmup(
     A line of the file is a call, such as
     {"op": "rmsnorm", "x": "bf16[8192, 4096]", "weight": "bf16[4096]", "grad": true}
     """
-    calls = [call for model in models for call in warming.calls_of_model(model)]
-    calls += [] if shapes is None else warming.calls_of_file(shapes)
-    if not calls:
+    if not models and shapes is None:
         raise click.UsageError("say what to compile: --model or --shapes")
-    if ops is not None:
-        wanted = {name.strip() for name in ops.split(",")}
-        unknown = wanted - set(warming.operator_names())
-        if unknown:
-            known = ", ".join(warming.operator_names())
-            raise click.UsageError(f"--ops: {', '.join(sorted(unknown))} unknown; known: {known}")
-        calls = [call for call in calls if call["op"] in wanted]
-        if not calls:
-            raise click.UsageError(f"--ops: none of these calls is of {ops}")
+    known = set(warming.operator_names())
+    wanted = known if ops is None else {name.strip() for name in ops.split(",")}
+    if wanted - known:
+        unknown = ", ".join(sorted(wanted - known))
+        raise click.UsageError(f"--ops: {unknown} unknown; known: {', '.join(sorted(known))}")
+    described = [warming.model(name) for name in models]
+    calls = [] if shapes is None else warming.calls_of_file(shapes)
     try:
         target = warming.detect(arch)
     except DeviceError as error:
         raise click.UsageError(f"say --arch, such as --arch sm_90a: {error}") from error
+    calls += [call for model in described for call in warming.calls_of_model(model, target)]
+    calls = [call for call in calls if ops is None or call["op"] in wanted]
+    if not calls:
+        raise click.UsageError(
+            "there are no calls" if ops is None else f"--ops: none of these calls is of {ops}"
+        )
     kernels = warming.kernels_of(calls, target)
     with _progress(len(kernels), quiet=as_json) as advance:
         result = warming.fill(kernels, workers or len(os.sched_getaffinity(0)), advance)

@@ -8,7 +8,7 @@ import sys
 import time
 
 from quack_core import arch as arches
-from quack_core.errors import DeviceError
+from quack_core.errors import DeviceError, UnsupportedError
 from quack_core.jit.compile import compile_kernel
 from quack_core.jit.keys import Kernel
 
@@ -25,7 +25,11 @@ def main(package: str) -> None:
 
         kernel = Kernel(blank.__name__, blank.BlankSpec(), blank.BlankConfig(), arch)
     else:
-        kernel = importlib.import_module(f"{package}.kernels").selftest_kernel(arch)
+        try:
+            kernel = importlib.import_module(f"{package}.kernels").selftest_kernel(arch)
+        except UnsupportedError as error:  # such as one that has no kernels for this GPU yet
+            print(f"nothing to compile for {arch.target}: {error}")
+            return
     compiled = compile_kernel(kernel.module, kernel.spec, kernel.config, arch)
     _ = compiled.function  # loads
     text = f"{kernel.name} compiled for {arch.target} in {time.perf_counter() - started:.1f} s"

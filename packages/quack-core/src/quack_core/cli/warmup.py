@@ -16,7 +16,7 @@ from quack_core.arch import Arch
 from quack_core.errors import UnsupportedError
 from quack_core.jit import operators, store
 from quack_core.jit.keys import Kernel
-from quack_core.jit.models import MODELS
+from quack_core.jit.models import MODELS, Model
 from quack_core.jit.pool import Pool
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "i32": "int32", "i64": "int64"}
@@ -44,11 +44,11 @@ class Result:
     seconds: float
 
 
-def calls_of_model(name: str) -> list[dict[str, Any]]:
-    """The calls of a step of a model, of all installed packages.
+def model(name: str) -> Model:
+    """A model by its name.
 
     Raises:
-        UnsupportedError: the model is unknown.
+        UnsupportedError: it is unknown.
     """
     if name not in MODELS:
         raise UnsupportedError(
@@ -56,8 +56,13 @@ def calls_of_model(name: str) -> list[dict[str, Any]]:
             f"known: {', '.join(MODELS)}",
             "describe its calls in a file for --shapes",
         )
+    return MODELS[name]
+
+
+def calls_of_model(what: Model, arch: Arch) -> list[dict[str, Any]]:
+    """The calls of a step of a model, of all installed packages that have kernels for it."""
     modules = filter(None, map(operators.listing, operators.PACKAGES))
-    return [call for module in modules for call in module.model_calls(MODELS[name])]
+    return [call for module in modules for call in module.model_calls(what, arch)]
 
 
 def calls_of_file(path: Path) -> list[dict[str, Any]]:
