@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quack_core.errors import DTypeError
+from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from quack_core.gemm.activations import reference
 from quack_core.gemm.epilogue import AddVector, RowReduce
 from quack_core.testing.compare import assert_accurate, assert_bitwise
@@ -248,3 +248,55 @@ def test_reductions_of_rows(name: str, n: int, device: str) -> None:
     terms = x.abs().sum(-1) if name == "sum" else right.abs()
     assert found.dtype == F32 and found.shape == (150,)
     assert ((found - right).abs() <= 2.0**-18 * terms).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_converting_first(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((5, 24, 64), (136, 64), (128, 64), (32, 64), (136,))
+    given = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
+
+    def step(cast: bool) -> tuple[torch.Tensor, ...]:
+        for one in given:
+            one.grad = None
+
+        def of(i: int) -> Tensor:
+            return given[i].to(dtype) if cast else given[i]
+
+        found = (
+            linear(of(0), of(1), given[4]),  # a bias may have any dtype
+            linear_act(of(0), of(1), "silu"),
+            linear_gated(of(0), of(2), "swiglu"),
+            mlp(of(0), of(2), of(3), "swiglu"),
+        )
+        sum(one.float().square().sum() for one in found).backward()
+        return (*found, *(one.grad for one in given))
+
+    with torch.autocast(torch.device(device).type, dtype):
+        ours = step(cast=False)
+    for one, other in zip(ours, step(cast=True), strict=True):
+        assert one.dtype == other.dtype
+        assert_bitwise(one, other)
+
+
+def test_errors_speak_of_the_layer(device: str) -> None:
+    def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    x = t(3, 8, 64)
+    with pytest.raises(ShapeError, match=r"linear: weight.shape\[1\] is 63: it must be 64"):
+        linear(x, t(16, 63))
+    with pytest.raises(ShapeError, match=r"linear_act: weight has 3 dimensions: it must have 2"):
+        linear_act(x, t(1, 16, 64), "silu")
+    with pytest.raises(ShapeError, match=r"bias of weight has the shape \(15,\): .* \(16,\)"):
+        linear(x, t(16, 64), t(15))
+    with pytest.raises(ShapeError, match=r"linear_gated: weight.shape\[0\] is 24: .* of 16"):
+        linear_gated(x, t(24, 64), "swiglu")
+    with pytest.raises(ShapeError, match=r"mlp: weight2.shape\[1\] is 32: it must be 16"):
+        mlp(x, t(32, 64), t(64, 32), "swiglu")
+    with pytest.raises(UnsupportedError, match=r"linear: x is float32, weight is bfloat16"):
+        linear(x.float(), t(16, 64))
+    with pytest.raises(DTypeError, match=r"linear: x is float16, weight is bfloat16"):
+        linear(x.half(), t(16, 64))
+    with pytest.raises(DeviceError, match=r"weight on meta"):
+        linear(x, t(16, 64).to("meta"))

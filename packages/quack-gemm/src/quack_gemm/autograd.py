@@ -119,7 +119,8 @@ def _forward_cpu(
 ) -> list[Tensor]:
     steps = steps_of(text, tensors, numbers)
     _checked(a, b, steps, out_dtypes)
-    return reference.forward(a, b, steps, out_dtypes, concat)
+    with torch.autocast("cpu", enabled=False):  # it would multiply in 16 bits
+        return reference.forward(a, b, steps, out_dtypes, concat)
 
 
 def _forward_cuda(

@@ -63,6 +63,58 @@ def operands(a: Tensor, b: Tensor) -> tuple[int, int, int, int | None]:
     return a.shape[-2], b.shape[-1], a.shape[-1], batches
 
 
+def layer(
+    op: str,
+    x: Tensor,
+    width: int,
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool = False,
+) -> int:
+    """Check a weight (N, K) and a bias (N,) of a linear layer.
+
+    Args:
+        x: what dtype and device are compared with.
+        width: K.
+        name: the weight's.
+
+    Returns:
+        Features that go out: N, or half of it.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, UnsupportedError: name what was found and is needed.
+    """
+    if torch.float32 in (x.dtype, weight.dtype):
+        raise UnsupportedError(
+            f"{op}: x is {_name(x.dtype)}, {name} is {_name(weight.dtype)}",
+            "there are no float32 kernels, and precision is never lowered silently",
+            "convert both to bfloat16, or call it under torch.autocast",
+        )
+    if x.dtype not in HALF or weight.dtype != x.dtype:
+        raise DTypeError(
+            f"{op}: x is {_name(x.dtype)}, {name} is {_name(weight.dtype)}: both must be bfloat16, or "
+            "both float16"
+        )
+    if weight.dim() != 2:
+        raise ShapeError(f"{op}: {name} has {weight.dim()} dimensions: it must have 2")
+    if weight.shape[1] != width:
+        raise ShapeError(f"{op}: {name}.shape[1] is {weight.shape[1]}: it must be {width}")
+    if gated and weight.shape[0] % 16:
+        raise ShapeError(
+            f"{op}: {name}.shape[0] is {weight.shape[0]}: with gates it must be a multiple of 16"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ShapeError(
+            f"{op}: the bias of {name} has the shape {tuple(bias.shape)}: it must be "
+            f"({weight.shape[0]},)"
+        )
+    for what, tensor in ((name, weight), (f"the bias of {name}", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise DeviceError(f"{op}: x is on {x.device}, {what} on {tensor.device}")
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
 def steps(
     given: list[tuple[Op, tuple[Any, ...]]],
     m: int,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from quack_core.gemm.activations import derivative
 
+from . import check
 from .api import gemm
 from .fused import GATED, gemm_act, gemm_dact, gemm_dgated, gemm_gated
 from .launch import readable
@@ -23,14 +24,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (..., N). Operands whose rows do not begin at multiples of 16 bytes are copied.
     """
+    x, weight = _autocast(x, weight)
+    n = check.layer("linear", x, x.shape[-1], "weight", weight, bias)
     found: Tensor = _Linear.apply(_rows(x), weight, bias)
-    return found.reshape(*x.shape[:-1], weight.shape[0])
+    return found.reshape(*x.shape[:-1], n)
 
 
 def linear_act(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
     """``f(x @ weight.T + bias)``; f one of ``ACTIVATIONS``. Differentiable once."""
+    x, weight = _autocast(x, weight)
+    n = check.layer("linear_act", x, x.shape[-1], "weight", weight, bias)
     found: Tensor = _LinearAct.apply(_rows(x), weight, bias, activation, False)
-    return found.reshape(*x.shape[:-1], weight.shape[0])
+    return found.reshape(*x.shape[:-1], n)
 
 
 def linear_gated(
@@ -44,8 +49,10 @@ def linear_gated(
     Returns:
         (..., N)
     """
+    x, weight = _autocast(x, weight)
+    n = check.layer("linear_gated", x, x.shape[-1], "weight", weight, bias, gated=True)
     found: Tensor = _LinearAct.apply(_rows(x), weight, bias, activation, concat)
-    return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
+    return found.reshape(*x.shape[:-1], n)
 
 
 def mlp(
@@ -72,9 +79,12 @@ def mlp(
     Returns:
         (..., N)
     """
+    x, weight1, weight2 = _autocast(x, weight1, weight2)
+    width = check.layer("mlp", x, x.shape[-1], "weight1", weight1, bias1, activation in GATED)
+    n = check.layer("mlp", x, width, "weight2", weight2, bias2)
     args = (_rows(x), weight1, weight2, bias1, bias2, activation, recompute, concat)
     found: Tensor = _MLP.apply(*args)
-    return found.reshape(*x.shape[:-1], weight2.shape[0])
+    return found.reshape(*x.shape[:-1], n)
 
 
 class Linear(nn.Linear):
@@ -252,6 +262,15 @@ def _gradients(
     if needs[2] and bias_dtype is not None:
         dbias = dout.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx, dweight, dbias
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype that ``torch.autocast`` wants, where that is on."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.dtype in check.OUT else x for x in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:
