@@ -40,7 +40,7 @@ def forward(
     """
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = batch_of(a, b)
-    if batch == (1,):
+    if batch == (1,) and all(_has_batch_field(op) for op, _ in steps):
         a, b = (x[0] if x.dim() == 3 else x for x in (a, b))
         single = None if out is None else out[0]
         found = forward(a, b, _unbatched(steps), out_dtypes, concat, single, config)
@@ -61,8 +61,8 @@ def forward(
         return outputs + found[len(outputs) :]
     index = a.get_device()
     key = (
-        m, n, k, batch, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
-        ops, concat, config, index,
+        a.shape, b.shape, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(),
+        outputs[0].stride(), ops, concat, config, index,
     )  # fmt: skip
     launch = _launchers.get(key)
     if launch is None:
@@ -70,7 +70,11 @@ def forward(
             _launchers.clear()
         launch = _launchers[key] = _prepare(a, b, outputs, steps, concat, config, index)
     operands = tuple(operand for _, given in steps for operand in given)
-    partials = launch(a, b, tuple(outputs), operands or None)
+    try:
+        partials = launch(a, b, tuple(outputs), operands or None)
+    except (TypeError, ValueError):  # what the kernel checks and the key leaves out, by name
+        check.layouts(a, b, outputs[0], steps)
+        raise
     if partials is None:
         return outputs
     ways = ["sum" if name == "sum_squares" else name for name in spec.reductions]
@@ -89,6 +93,11 @@ def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
     if not sizes:
         return ()
     return (0,) if 0 in sizes else (max(sizes),)
+
+
+def _has_batch_field(op: Op) -> bool:
+    """Whether an op can be made one without a batch."""
+    return hasattr(op, "batched") or not any(what.batched for what in op.operands)
 
 
 def _unbatched(steps: Sequence[Step]) -> list[Step]:
@@ -138,7 +147,8 @@ def _prepare(
 ) -> Any:
     """``launch(a, b, outputs, operands)`` for tensors like these."""
     target = arch.detect(device)
-    check.layouts(b, steps)
+    heuristic.check_arch(target)
+    check.layouts(a, b, outputs[0], steps)
     ops = tuple(op for op, _ in steps)
     spec = GemmSpec(
         a=torch_op.name_of(a.dtype),
@@ -147,8 +157,8 @@ def _prepare(
         a_major=check.major("a", a),
         b_major=check.major("b", b),
         d_major=check.major("out", outputs[0]),
-        a_batched=a.dim() == 3 and a.shape[0] > 1,
-        b_batched=b.dim() == 3 and b.shape[0] > 1,
+        a_batched=a.dim() == 3 and outputs[0].shape[0] == a.shape[0],
+        b_batched=b.dim() == 3 and outputs[0].shape[0] == b.shape[0],
         epilogue=ops,
         concat=concat,
     )
@@ -165,11 +175,10 @@ def _prepare(
         device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
     )
     with torch_workspace.relaxed_capture():
-        kernel = cache.load(f"{__package__}.sm90.kernel", spec, chosen, target)
+        kernel = _kernel(spec, chosen, target)
     m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
     tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
-    squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
-
+    squeeze_a, squeeze_b = a.dim() == 3 and not spec.a_batched, b.dim() == 3 and not spec.b_batched
     width = chosen.tiles_across(problem.n)
     shape = (*((batches,) if spec.batched else ()), problem.m, width)
 
@@ -190,12 +199,20 @@ def _prepare(
             kernel(a, b, outputs, operands, partials, resident, None, None)
             return partials
         # The allocator gives memory back to the stream that used it: launches do not share it.
-        parts = torch.empty(tiles * chosen.part_elements, device=a.device)
-        counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
+        size = tiles * chosen.part_elements
+        parts = torch.empty(size, dtype=torch.float32, device=a.device)
+        with torch.cuda.device(device):
+            counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
         kernel(a, b, outputs, operands, partials, resident, parts, counters)
         return partials
 
     return launch
+
+
+@functools.cache
+def _kernel(spec: GemmSpec, config: GemmConfig, target: arch.Arch) -> Any:
+    """Many shapes share a kernel, and finding it reads source files."""
+    return cache.load(f"{__package__}.sm90.kernel", spec, config, target)
 
 
 def _rounded(count: int) -> int:
