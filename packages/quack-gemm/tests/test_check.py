@@ -33,6 +33,8 @@ def matrix(rows: int, cols: int, *strides: int, offset: int = 0) -> torch.Tensor
         (torch.empty(3, 8, 16, dtype=BF16), "row"),
         (torch.empty(3, 9, 17, dtype=BF16)[:, :8, :16], None),
         (torch.empty(3, 129, dtype=BF16)[:, :128].unflatten(1, (8, 16)), None),
+        (matrix(8, 16, 0, 1), None),  # expanded, such as a gradient of a sum
+        (torch.empty(1, 8, 16, dtype=BF16).expand(3, 8, 16), None),
         (torch.empty(1, 129, dtype=BF16)[:, :128].unflatten(1, (8, 16)), "row"),
     ],
 )
@@ -45,13 +47,19 @@ def test_order(x: torch.Tensor, order: str | None) -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (matrix(8, 9, 9, 1), r"a.stride\(-2\) is 9: .* a multiple of 8; pad a.shape\[-1\]"),
-        (matrix(8, 16, 1, 9), r"a.stride\(-1\) is 9: .* a multiple of 8; pad a.shape\[-2\]"),
+        (
+            matrix(8, 9, 9, 1),
+            r"a.stride\(-2\) is 9: .* a positive multiple of 8; pad a.shape\[-1\]",
+        ),
+        (
+            matrix(8, 16, 1, 9),
+            r"a.stride\(-1\) is 9: .* a positive multiple of 8; pad a.shape\[-2\]",
+        ),
         (matrix(8, 16, 32, 2), r"a has the strides \(32, 2\): one of the last two must be 1"),
         (matrix(8, 16, 16, 1, offset=4), r"address of a is 8 bytes off a multiple of 16"),
         (
             torch.empty(3, 129, dtype=BF16)[:, :128].unflatten(1, (8, 16)),
-            r"a.stride\(0\) is 129: it must be a multiple of 8",
+            r"a.stride\(0\) is 129: it must be a positive multiple of 8",
         ),
     ],
 )

@@ -1,7 +1,9 @@
 """GEMM against float64: layouts, sizes, batches, dtypes, epilogues, and every configuration there is."""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ from quack_core.gemm.epilogue import (
     Activation,
     AddVector,
     Gate,
+    GateGrad,
     Kind,
     Op,
+    Operand,
+    RowReduce,
     Scale,
 )
 from quack_core.testing.compare import assert_accurate, assert_bitwise
@@ -355,3 +360,98 @@ def test_compile_whole_graph(device: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
     assert_bitwise(compiled(a, b), step(a, b))
+
+
+def test_tangents_raise(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a, torch.ones_like(a))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            gemm(dual, b)
+
+
+def test_out_shares_no_memory(device: str) -> None:
+    a, b = matrix(64, 64, "row", device, 1), matrix(64, 64, "row", device, 2)
+    for name, out in (("a", a), ("b", b.mT)):
+        with pytest.raises(LayoutError, match=f"out shares memory with {name}"):
+            gemm(a, b, out=out)
+    with pytest.raises(LayoutError, match=r"out.stride\(0\) is 0"):
+        gemm(a, b, out=a.new_empty(64).expand(64, 64))
+    memory = random((65, 64), BF16, device, seed=3)
+    with pytest.raises(LayoutError, match="out shares memory with c"):
+        gemm(a, b, c=memory[:64], out=memory[1:])
+    c = memory[:64]
+    expected = gemm(a, b, c=c)
+    assert gemm(a, b, c=c, out=c) is c
+    assert_bitwise(c, expected)
+
+
+@dataclass(frozen=True)
+class Offset(Op):
+    """Adds a vector of each matrix; not a field, but always with a batch."""
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("offset", Kind.ROW, "float32", batched=True),)
+
+    def apply(self, x: Any, offset: Any) -> Any:
+        return x + offset
+
+    def reference(self, x: Tensor, offset: Tensor) -> Tensor:
+        return x + offset
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_an_op_that_always_has_a_batch(device: str, batches: int) -> None:
+    a, b = random((batches, 72, 64), BF16, device, seed=1), matrix(64, 136, "column", device, 2)
+    offset = random((batches, 136), F32, device, seed=3)
+    found = gemm(a, b, epilogue=[(Offset(), offset)])
+    assert_bitwise(found, gemm(a, b, epilogue=[(AddVector("float32", batched=True), offset)]))
+
+
+def test_epilogues_that_no_kernel_has(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 128, "column", device, 2)
+    preact, wide = random((72, 256), BF16, device, seed=3), random((256,), F32, device, seed=4)
+    with pytest.raises(UnsupportedError, match="operands of AddVector"):
+        gemm(a, b, epilogue=[(GateGrad("silu", "bfloat16"), preact), (AddVector("float32"), wide)])
+    with pytest.raises(UnsupportedError, match="stores a copy or reduces"):
+        gemm(a, b, epilogue=[RowReduce("sum")])
+
+
+def test_batches_of_one_and_of_more_are_told_apart(device: str) -> None:
+    """The same strides, but one matrix for all, or one for each."""
+    a, b = random((3, 72, 64), BF16, device, seed=1), random((3, 64, 136), BF16, device, seed=2)
+    for first in (a[:1], a, a[:1]):
+        expected = torch.cat([gemm(first[i % len(first)], b[i])[None] for i in range(3)])
+        assert_bitwise(gemm(first, b), expected)
+
+
+def test_default_dtype_changes_nothing(device: str) -> None:
+    a, b = matrix(16, 4096, "row", device, 1), matrix(4096, 136, "column", device, 2)
+    expected = gemm(a, b, split_k=4)
+    torch.set_default_dtype(BF16)
+    try:
+        assert_bitwise(gemm(a, b, split_k=4), expected)
+    finally:
+        torch.set_default_dtype(F32)
+
+
+@dataclass(frozen=True)
+class AtMost(Op):
+    """min(x, limit)."""
+
+    limit: float
+
+    def apply(self, x: Any) -> Any:
+        import cutlass
+
+        return cutlass.min(x, cutlass.Float32(self.limit))
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.clamp(max=self.limit)
+
+
+@pytest.mark.parametrize("limit", [math.inf, 0.5, -math.inf])
+def test_fields_of_an_op_reach_the_operator(limit: float) -> None:
+    a, b = matrix(72, 64, "row", "cpu", 1), matrix(64, 136, "column", "cpu", 2)
+    assert_bitwise(gemm(a, b, epilogue=[AtMost(limit)]), gemm(a, b).clamp(max=limit))

@@ -42,6 +42,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     )
     monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
     return found
 
 

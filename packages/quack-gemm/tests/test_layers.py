@@ -12,6 +12,7 @@ from quack_core.gemm.activations import reference
 from quack_core.gemm.epilogue import AddVector, RowReduce
 from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import random
+from quack_gemm import api, fused
 from quack_gemm.api import compute
 from quack_gemm.fused import (
     GATED,
@@ -300,3 +301,39 @@ def test_errors_speak_of_the_layer(device: str) -> None:
         linear(x.half(), t(16, 64))
     with pytest.raises(DeviceError, match=r"weight on meta"):
         linear(x, t(16, 64).to("meta"))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_inference_stores_nothing_for_a_backward(
+    device: str, off: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs: list[int] = []
+
+    def counted(*args: object, **kwargs: object) -> list[Tensor]:
+        found = compute(*args, **kwargs)
+        outputs.append(len(found))
+        return found
+
+    monkeypatch.setattr(api, "compute", counted)
+    monkeypatch.setattr(fused, "compute", counted)
+    x = random((8, 64), BF16, device, seed=1)
+    module = MLP(64, 128, device=device, dtype=BF16)
+    with off():
+        module(x)
+        linear_act(x, module.fc2.weight.mT.contiguous(), "silu")
+    assert outputs == [1, 1, 1]
+    outputs.clear()
+    module(x)
+    assert outputs == [2, 1]
+
+
+def test_no_columns_to_multiply(device: str) -> None:
+    x, weight = torch.zeros(2, 3, 0, dtype=BF16, device=device), torch.zeros(16, 0, dtype=BF16)
+    bias = torch.arange(16.0, device=device)
+    found = linear(x, weight.to(device), bias)
+    assert_bitwise(found, bias.bfloat16().expand(2, 3, 16).contiguous())
+
+
+def test_one_row_without_a_dimension_for_it(device: str) -> None:
+    x, weight = random((64,), BF16, device, seed=1), random((16, 64), BF16, device, seed=2)
+    assert_bitwise(linear(x, weight), linear(x[None], weight)[0])

@@ -82,9 +82,9 @@ def gemm(
         out_dtype = out.dtype if out is not None else default_dtype(a)
     check.out_dtype(out_dtype)
     dtypes = [out_dtype, *(torch_op.torch_dtype(op.aux) for op, _ in steps if op.aux)]
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 or any(op.reduces for op, _ in steps):
         raise check.UnsupportedError(
-            "gemm: an op of the epilogue stores a copy",
+            "gemm: an op of the epilogue stores a copy or reduces",
             "gemm returns one tensor",
             "call gemm_act, gemm_gated or quack_gemm.api.compute",
         )
@@ -93,7 +93,8 @@ def gemm(
     if split_k is not None and config is not None:
         raise check.ShapeError("gemm: split_k and config were given: config holds split_k")
     if out is not None:
-        check.output(out, (m, cols) if batches is None else (batches, m, cols), out_dtype, a.device)
+        shape = (m, cols) if batches is None else (batches, m, cols)
+        check.output(out, shape, out_dtype, a, b, c)
         return _into(a, b, steps, dtypes, out, config or split_k)
     return compute(a, b, steps, dtypes, config=config or split_k)[0]
 
@@ -114,6 +115,7 @@ def compute(
     """All outputs of operands that have been checked; arguments as of ``reference.forward``."""
     if a.is_cuda and torch_op.eager(a, b) and not _needs_gradient(a, b, steps):
         return launch.forward(a, b, steps, dtypes, concat, config=config)
+    torch_op.check_no_tangent("gemm", a, b, *_tensors(steps))
     return autograd.call(a, b, steps, dtypes, concat, config)
 
 
@@ -176,8 +178,13 @@ def _entry(one: Entry) -> Step:
 def _needs_gradient(a: Tensor, b: Tensor, steps: Sequence[Step]) -> bool:
     if not torch.is_grad_enabled():
         return False
+    return any(x.requires_grad for x in (a, b, *_tensors(steps)))
+
+
+def _tensors(steps: Sequence[Step]) -> list[Tensor]:
+    """Operands of an epilogue that are tensors."""
     given = [operand for _, operands in steps for operand in operands]
-    return any(isinstance(x, Tensor) and x.requires_grad for x in (a, b, *given))
+    return [x for x in given if isinstance(x, Tensor)]
 
 
 def _into(
@@ -199,4 +206,5 @@ def _into(
         launch.forward(a, b, steps, dtypes, out=out, config=config)
         torch_op.bump_version(out)
         return out
+    torch_op.check_no_tangent("gemm", a, b, *_tensors(steps))
     return out.copy_(autograd.call(a, b, steps, dtypes, False, config)[0])

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,9 +58,15 @@ def _text(op: Op) -> str:
 def _fields(record: Any) -> str:
     """Fields of a dataclass, as a literal."""
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    # An enum's str is the literal that its repr is not.
-    parts = [f"{n!r}: {(str(v) if isinstance(v, str) else v)!r}" for n, v in fields.items()]
-    return f"{{{', '.join(parts)}}}"
+    return f"{{{', '.join([f'{name!r}: {_literal(value)}' for name, value in fields.items()])}}}"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(str(value))  # of an enum, the text that its repr is not
+    if isinstance(value, float) and value in (math.inf, -math.inf):
+        return "1e999" if value > 0 else "-1e999"  # too large for a float
+    return repr(value)
 
 
 @functools.cache

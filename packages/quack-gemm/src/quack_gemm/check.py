@@ -148,6 +148,18 @@ def steps(
                 "there it has no operands of D's shape, and behind that op no row operands",
                 "add them in a step of their own",
             )
+        if (Kind.PAIRS in kinds and not op.splits) or (
+            cols > n and (Kind.TILE in kinds or Kind.ROW in kinds)
+        ):
+            raise UnsupportedError(
+                f"gemm: operands of {name}",
+                "those of twice the columns are for the op that gives pairs, and none are behind it",
+                "add them in a step of their own",
+            )
+        if op.reduces and (gated or doubled):
+            raise UnsupportedError(
+                f"gemm: {name} beside an op with pairs", "pairs are not reduced", "reduce D itself"
+            )
         if len(tensors) != len(op.operands):
             raise ShapeError(
                 f"gemm: {name} was given {len(tensors)} operands: it takes {len(op.operands)}"
@@ -185,6 +197,8 @@ def _operand(
         Kind.PAIRS: (m, 2 * n),
     }[what.kind]
     if what.batched:
+        if what.kind == Kind.DEVICE_SCALAR:
+            raise ShapeError(f"{name} has a batch: scalars have none")
         if batches is None:
             raise ShapeError(f"{name} has a batch, a and b have none")
         shape = (batches, *shape)
@@ -192,12 +206,15 @@ def _operand(
         raise ShapeError(f"{name} has the shape {tuple(tensor.shape)}: it must be {shape}")
 
 
-def output(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def output(
+    out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, a: Tensor, b: Tensor, c: Tensor | None
+) -> None:
     """Check a given result.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: name what was found and is needed.
+        ShapeError, DTypeError, DeviceError, LayoutError: name what was found and is needed.
     """
+    device = a.device
     if tuple(out.shape) != shape:
         raise ShapeError(f"gemm: out has the shape {tuple(out.shape)}: it must be {shape}")
     if out.dtype != dtype:
@@ -206,6 +223,16 @@ def output(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torc
         )
     if out.device != device:
         raise DeviceError(f"gemm: out is on {out.device}, a on {device}")
+    for dim, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            raise LayoutError(f"gemm: out.stride({dim}) is 0: its elements would be one in memory")
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        if x is None or not shares(out, x):
+            continue
+        # Of the same memory order, each element of C is read before the one of D is written.
+        if name == "c" and x.dtype == dtype and x.stride() == out.stride() and _same(x, out):
+            continue
+        raise LayoutError(f"gemm: out shares memory with {name}: it must not; leave out away")
 
 
 def out_dtype(dtype: torch.dtype) -> None:
@@ -222,7 +249,9 @@ def out_dtype(dtype: torch.dtype) -> None:
 def order(x: Tensor) -> Major | None:
     """Which memory order a matrix has, for a kernel; None if TMA cannot read it."""
     needed = ALIGN // x.element_size()
-    if misaligned(x) or (x.dim() == 3 and x.shape[0] > 1 and x.stride(0) % needed):
+    if x.dim() == 3 and x.shape[0] > 1 and (x.stride(0) % needed or x.stride(0) == 0):
+        return None
+    if misaligned(x):
         return None
     if _strided(x, -1, -2, needed):
         return "row"
@@ -255,16 +284,19 @@ def major(name: str, x: Tensor) -> Major:
         along, across = dims[0]
         raise LayoutError(
             f"gemm: {name}.stride({across}) is {x.stride(across)}: rows in memory must begin at "
-            f"multiples of {ALIGN} bytes, so it must be a multiple of {needed}; pad "
+            f"multiples of {ALIGN} bytes, so it must be a positive multiple of {needed}; pad "
             f"{name}.shape[{along}], and slice what you pass"
         )
-    raise LayoutError(f"gemm: {name}.stride(0) is {x.stride(0)}: it must be a multiple of {needed}")
+    raise LayoutError(
+        f"gemm: {name}.stride(0) is {x.stride(0)}: it must be a positive multiple of {needed}"
+    )
 
 
 def _strided(x: Tensor, along: int, across: int, needed: int) -> bool:
     """Whether one dimension is contiguous, and steps of the other are multiples of 16 bytes."""
+    step = x.stride(across)
     return (x.stride(along) == 1 or x.shape[along] == 1) and (
-        x.stride(across) % needed == 0 or x.shape[across] == 1
+        (step > 0 and step % needed == 0) or x.shape[across] == 1
     )
 
 
@@ -273,24 +305,56 @@ def misaligned(x: Tensor) -> int:
     return x.data_ptr() % ALIGN if torch_op.addressed(x) else 0
 
 
-def layouts(b: Tensor, given: Sequence[tuple[Op, tuple[Any, ...]]]) -> None:
-    """Check memory orders that an epilogue needs on a GPU.
+def layouts(a: Tensor, b: Tensor, d: Tensor, given: Sequence[tuple[Op, tuple[Any, ...]]]) -> None:
+    """Check the memory orders of operands and result for a GPU.
 
     Raises:
         LayoutError: names operand, stride and what is needed.
     """
-    if halves(tuple(op for op, _ in given)) and b.stride(-2) != 1:
+    ops = tuple(op for op, _ in given)
+    needed: dict[str, Major] = {}
+    if a.dtype in EIGHT:
+        needed |= {"a": "row", "b": "column"}
+    if halves(ops):
+        needed["b"] = "column"
+    if halves(ops) or doubles(ops):
+        needed["out"] = "row"
+    for name, x in (("a", a), ("b", b), ("out", d)):
+        found = major(name, x)
+        if found == needed.get(name, found):
+            continue
+        dim, turn = (-1, "") if needed[name] == "row" else (-2, ".mT")
         raise LayoutError(
-            f"gemm: b.stride(-2) is {b.stride(-2)}: with pairs of columns it must be 1, as that of a "
-            "weight (N, K) that is passed as weight.T"
+            f"gemm: {name}.stride({dim}) is {x.stride(dim)}: with 8-bit operands or pairs of columns "
+            f"it must be 1; pass {name}{turn}.contiguous(){turn}"
         )
     for op, tensors in given:
         for tensor, what in zip(tensors, op.operands, strict=True):
-            if what.kind in (Kind.TILE, Kind.PAIRS) and tensor.stride(-1) != 1:
+            if what.kind in (Kind.SCALAR, Kind.DEVICE_SCALAR):
+                continue
+            if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
                 raise LayoutError(
                     f"gemm: {what.name}.stride(-1) is {tensor.stride(-1)}: it must be 1; call "
                     f"{what.name}.contiguous()"
                 )
+
+
+def shares(out: Tensor, x: Tensor) -> bool:
+    """Whether memory of two tensors may overlap, by their addresses."""
+    if not (torch_op.addressed(out) and torch_op.addressed(x)) or 0 in (out.numel(), x.numel()):
+        return False
+    (first, last), (begin, end) = _span(out), _span(x)
+    return first < end and begin < last
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte, and of the one behind the last."""
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (steps + 1) * x.element_size()
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -58,6 +58,18 @@ class Problem:
     sms: int
 
 
+def check_arch(arch: Arch) -> None:
+    """Raise where there are no kernels.
+
+    Raises:
+        UnsupportedError: names the architecture, and the way out.
+    """
+    if not arch.wgmma:
+        raise UnsupportedError(
+            f"gemm on {arch.name}", "there are kernels for sm90 only", "use torch.matmul"
+        )
+
+
 def default(problem: Problem, arch: Arch, split_k: int | None = None) -> GemmConfig:
     """The candidate with the fewest cycles.
 
@@ -68,10 +80,7 @@ def default(problem: Problem, arch: Arch, split_k: int | None = None) -> GemmCon
         ShapeError: none has so many parts.
         UnsupportedError: there are no kernels for the architecture.
     """
-    if not arch.wgmma:
-        raise UnsupportedError(
-            f"gemm on {arch.name}", "there are kernels for sm90 only", "use torch.matmul"
-        )
+    check_arch(arch)
     found = [c for c in candidates(problem.spec) if split_k in (None, c.split_k)]
     if not found:
         raise ShapeError(f"gemm: split_k is {split_k}: it must be one of {SPLITS}")

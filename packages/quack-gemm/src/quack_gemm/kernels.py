@@ -83,7 +83,7 @@ class _Notes(TorchDispatchMode):
             return  # nothing is launched
         d = d if self.out is None else self.out
         steps = autograd.steps_of(text, tensors, numbers)
-        if launch.batch_of(a, b) == (1,):
+        if launch.is_single(a, b, steps):
             a, b, steps = launch.unbatched(a, b, steps)
             d = d[0]
         how = autograd.config_of(config)

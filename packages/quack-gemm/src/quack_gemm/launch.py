@@ -42,7 +42,7 @@ def forward(
     """
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = batch_of(a, b)
-    if batch == (1,):
+    if is_single(a, b, steps):
         single = None if out is None else out[0]
         found = forward(*unbatched(a, b, steps), out_dtypes, concat, single, config)
         return [x.unsqueeze(0) for x in found]
@@ -62,8 +62,8 @@ def forward(
         return outputs + found[len(outputs) :]
     index = a.get_device()
     key = (
-        m, n, k, batch, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(), outputs[0].stride(),
-        ops, concat, config, index,
+        a.shape, b.shape, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(),
+        outputs[0].stride(), ops, concat, config, index,
     )  # fmt: skip
     launch = _launchers.get(key)
     if launch is None:
@@ -71,7 +71,11 @@ def forward(
             _launchers.clear()
         launch = _launchers[key] = _prepare(a, b, outputs, steps, concat, config, index)
     operands = tuple(operand for _, given in steps for operand in given)
-    partials = launch(a, b, tuple(outputs), operands or None)
+    try:
+        partials = launch(a, b, tuple(outputs), operands or None)
+    except (TypeError, ValueError):  # what the kernel checks and the key leaves out, by name
+        check.layouts(a, b, outputs[0], steps)
+        raise
     if partials is None:
         return outputs
     ways = ["sum" if name == "sum_squares" else name for name in spec.reductions]
@@ -90,6 +94,13 @@ def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
     if not sizes:
         return ()
     return (0,) if 0 in sizes else (max(sizes),)
+
+
+def is_single(a: Tensor, b: Tensor, steps: Sequence[Step]) -> bool:
+    """Whether this is a batch of one product, whose ops can be made ones without a batch."""
+    return batch_of(a, b) == (1,) and all(
+        hasattr(op, "batched") or not any(what.batched for what in op.operands) for op, _ in steps
+    )
 
 
 def unbatched(a: Tensor, b: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Tensor, list[Step]]:
@@ -150,7 +161,8 @@ def plan(
         ShapeError, UnsupportedError: as `heuristic.default`.
         ValueError: the configuration does not fit.
     """
-    check.layouts(b, steps)
+    heuristic.check_arch(target)
+    check.layouts(a, b, d, steps)
     spec = GemmSpec(
         a=torch_op.name_of(a.dtype),
         b=torch_op.name_of(b.dtype),
@@ -158,8 +170,8 @@ def plan(
         a_major=check.major("a", a),
         b_major=check.major("b", b),
         d_major=check.major("out", d),
-        a_batched=a.dim() == 3 and a.shape[0] > 1,
-        b_batched=b.dim() == 3 and b.shape[0] > 1,
+        a_batched=a.dim() == 3 and d.shape[0] == a.shape[0],
+        b_batched=b.dim() == 3 and d.shape[0] == b.shape[0],
         epilogue=tuple(op for op, _ in steps),
         concat=concat,
     )
@@ -189,11 +201,10 @@ def _prepare(
         device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
     )
     with torch_workspace.relaxed_capture():
-        kernel = cache.load(MODULE, spec, chosen, target)
+        kernel = _kernel(spec, chosen, target)
     m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
     tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
-    squeeze_a, squeeze_b = (x.dim() == 3 and x.shape[0] == 1 for x in (a, b))
-
+    squeeze_a, squeeze_b = a.dim() == 3 and not spec.a_batched, b.dim() == 3 and not spec.b_batched
     width = chosen.tiles_across(problem.n)
     shape = (*((batches,) if spec.batched else ()), problem.m, width)
 
@@ -214,12 +225,20 @@ def _prepare(
             kernel(a, b, outputs, operands, partials, resident, None, None)
             return partials
         # The allocator gives memory back to the stream that used it: launches do not share it.
-        parts = torch.empty(tiles * chosen.part_elements, device=a.device)
-        counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
+        size = tiles * chosen.part_elements
+        parts = torch.empty(size, dtype=torch.float32, device=a.device)
+        with torch.cuda.device(device):
+            counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
         kernel(a, b, outputs, operands, partials, resident, parts, counters)
         return partials
 
     return launch
+
+
+@functools.cache
+def _kernel(spec: GemmSpec, config: GemmConfig, target: arch.Arch) -> Any:
+    """Many shapes share a kernel, and finding it reads source files."""
+    return cache.load(MODULE, spec, config, target)
 
 
 def _rounded(count: int) -> int:

@@ -34,7 +34,9 @@ def linear_act(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None =
     """``f(x @ weight.T + bias)``; f one of ``ACTIVATIONS``. Differentiable once."""
     x, weight = _autocast(x, weight)
     n = check.layer("linear_act", x, x.shape[-1], "weight", weight, bias)
-    found: Tensor = _LinearAct.apply(_rows(x), weight, bias, activation, False)
+    found: Tensor = _LinearAct.apply(
+        _rows(x), weight, bias, activation, False, _recorded(x, weight, bias)
+    )
     return found.reshape(*x.shape[:-1], n)
 
 
@@ -51,7 +53,9 @@ def linear_gated(
     """
     x, weight = _autocast(x, weight)
     n = check.layer("linear_gated", x, x.shape[-1], "weight", weight, bias, gated=True)
-    found: Tensor = _LinearAct.apply(_rows(x), weight, bias, activation, concat)
+    found: Tensor = _LinearAct.apply(
+        _rows(x), weight, bias, activation, concat, _recorded(x, weight, bias)
+    )
     return found.reshape(*x.shape[:-1], n)
 
 
@@ -82,7 +86,8 @@ def mlp(
     x, weight1, weight2 = _autocast(x, weight1, weight2)
     width = check.layer("mlp", x, x.shape[-1], "weight1", weight1, bias1, activation in GATED)
     n = check.layer("mlp", x, width, "weight2", weight2, bias2)
-    args = (_rows(x), weight1, weight2, bias1, bias2, activation, recompute, concat)
+    kept = _recorded(x, weight1, weight2, bias1, bias2) and not recompute
+    args = (_rows(x), weight1, weight2, bias1, bias2, activation, concat, kept)
     found: Tensor = _MLP.apply(*args)
     return found.reshape(*x.shape[:-1], n)
 
@@ -157,10 +162,15 @@ class _Linear(torch.autograd.Function):
 class _LinearAct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, concat: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        concat: bool,
+        kept: bool,
     ) -> Tensor:
-        wanted = any(ctx.needs_input_grad[:3])
-        preact, out = _first(x, weight, bias, activation, concat, wanted)
+        preact, out = _first(x, weight, bias, activation, concat, kept)
         ctx.save_for_backward(x, weight, preact)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.activation, ctx.concat = activation, concat
@@ -172,7 +182,7 @@ class _LinearAct(torch.autograd.Function):
         x, weight, preact = ctx.saved_tensors
         dpre = _through(dout, preact, ctx.activation, ctx.concat)
         found = _gradients(ctx.needs_input_grad[:3], dpre, x, weight, ctx.bias_dtype)
-        return (*found, None, None)
+        return (*found, None, None, None)
 
 
 class _MLP(torch.autograd.Function):
@@ -185,13 +195,12 @@ class _MLP(torch.autograd.Function):
         bias1: Tensor | None,
         bias2: Tensor | None,
         activation: str,
-        recompute: bool,
         concat: bool,
+        kept: bool,
     ) -> Tensor:
-        wanted = any(ctx.needs_input_grad[:5]) and not recompute
-        preact, hidden = _first(x, weight1, bias1, activation, concat, wanted)
-        kept = (preact, hidden) if wanted else (None, None)
-        ctx.save_for_backward(x, weight1, weight2, bias1, *kept)
+        preact, hidden = _first(x, weight1, bias1, activation, concat, kept)
+        saved = (preact, hidden) if kept else (None, None)
+        ctx.save_for_backward(x, weight1, weight2, bias1, *saved)
         ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (bias1, bias2))
         ctx.activation, ctx.concat = activation, concat
         return gemm(readable(hidden), readable(weight2).mT, bias=bias2)
@@ -264,6 +273,12 @@ def _gradients(
     return dx, dweight, dbias
 
 
+def _recorded(*operands: Tensor | None) -> bool:
+    """Whether there will be a backward. (An autograd function is not told: of parameters it hears
+    that they need gradients even under ``no_grad``.)"""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In the dtype that ``torch.autocast`` wants, where that is on."""
     device = tensors[0].device.type
@@ -275,4 +290,4 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _rows(x: Tensor) -> Tensor:
     """(..., K) as (M, K)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)

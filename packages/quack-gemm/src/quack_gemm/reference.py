@@ -49,7 +49,11 @@ def forward(
             found = reduce(op.reduces, x)
             reduced.append(found if kind == torch.float64 else found.float())
     outputs.insert(0, _separate(x) if turned else x)
-    return [x.to(dtype) for x, dtype in zip(outputs, out_dtypes, strict=True)] + reduced
+    results: list[Tensor] = []
+    for value, dtype in zip(outputs, out_dtypes, strict=True):
+        again = results and value is outputs[0] and dtype == value.dtype
+        results.append(value.clone() if again else value.to(dtype))  # they do not share memory
+    return results + reduced
 
 
 def reduce(name: str, x: Tensor) -> Tensor:

@@ -184,8 +184,6 @@ class GemmSm90:
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], *(s[0] for s in stores)))
         self._sync_all()
-        if const_expr(config.prefetch):
-            cute.arch.griddepcontrol_launch_dependents()
 
         # --- roles
         clusters = cute.arch.grid_dim()[2]
@@ -351,6 +349,8 @@ class GemmSm90:
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         if const_expr(config.prefetch):  # operands of the epilogue, and D, are the kernel before's
             cute.arch.griddepcontrol_wait()
+            # Not before: the kernel behind would begin while the one before this still writes.
+            cute.arch.griddepcontrol_launch_dependents()
         phase, total = barrier.full_phase(), tile_order.total * config.split_k
         tiles, turn = (total - work + step - 1) // step, None
         if const_expr(config.pingpong):
