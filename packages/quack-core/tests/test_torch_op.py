@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quack_core import dtypes, torch_op
 from quack_core.errors import DTypeError, UnsupportedError
@@ -127,3 +128,14 @@ def test_register_defines_an_operator_that_torch_accepts() -> None:
     with pytest.raises(ValueError, match="one dimension"):
         scale(torch.empty(7, 2, device="meta"), 2.0)
     torch.library.opcheck(scale, (x, 2.0))
+
+
+def test_what_has_an_address() -> None:
+    x = torch.ones(3)
+    assert torch_op.addressed(x) and torch_op.addressed(torch.nn.Parameter(x))
+    assert not torch_op.addressed(x.to("meta"))
+    with FakeTensorMode() as mode:
+        assert not torch_op.addressed(mode.from_tensor(x))
+    seen = []
+    torch.compile(lambda x: seen.append(torch_op.addressed(x)) or x + 1, backend="eager")(x)
+    assert seen == [False]

@@ -339,6 +339,8 @@ def test_shapes_on_meta() -> None:
     assert gemm(a, b).shape == (3, 72, 128)
     found = gemm(a, b, out_dtype=F32, epilogue=[Gate("silu")])
     assert found.shape == (3, 72, 64) and found.dtype == F32 and found.is_meta
+    out = torch.empty(3, 72, 128, dtype=BF16, device="meta")
+    assert gemm(a, b, out=out) is out
 
 
 def test_gradients_raise(device: str) -> None:

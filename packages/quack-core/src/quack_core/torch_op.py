@@ -69,9 +69,9 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def addressed(x: Any) -> bool:
-    """Whether a tensor has an address: not while torch.compile traces, nor has a fake tensor one."""
-    return not is_dynamo_compiling() and type(x) in _PLAIN
+def addressed(x: Tensor) -> bool:
+    """Whether a tensor has an address: not while torch.compile traces, nor have fake and meta tensors."""
+    return not is_dynamo_compiling() and type(x) in _PLAIN and not x.is_meta
 
 
 def eager(a: Any, b: Any = None, c: Any = None, d: Any = None, e: Any = None) -> bool:
