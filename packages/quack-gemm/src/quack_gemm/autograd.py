@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,67 +103,67 @@ def _steps(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> li
     return found
 
 
-def _checked(
-    a: Tensor, b: Tensor, steps: list[Step], out_dtypes: Sequence[torch.dtype]
-) -> tuple[tuple[int, ...], int]:
-    """The batch dimension of D, or none, and its rows."""
-    m, n, _, batches = check.operands(a, b)
-    check.steps(steps, m, n, batches, a.device)
-    for dtype in out_dtypes:
-        check.out_dtype(dtype)
-    return () if batches is None else (batches,), m
+def _unpacked(run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """An implementation of the operator from one that takes arguments as of ``call``, checked."""
+
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        tensors: list[Tensor],
+        numbers: list[float],
+        text: str,
+        out_dtypes: list[torch.dtype],
+        concat: bool,
+        config: str,
+    ) -> list[Tensor]:
+        steps = _steps(text, tensors, numbers)
+        check.product(a, b, steps, out_dtypes)
+        return run(a, b, steps, out_dtypes, concat, _config(config))
+
+    return forward
 
 
+@_unpacked
 def _forward_cpu(
     a: Tensor,
     b: Tensor,
-    tensors: list[Tensor],
-    numbers: list[float],
-    text: str,
+    steps: list[Step],
     out_dtypes: list[torch.dtype],
     concat: bool,
-    config: str,
+    config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    steps = _steps(text, tensors, numbers)
-    _checked(a, b, steps, out_dtypes)
     with torch.autocast("cpu", enabled=False):  # it would multiply in 16 bits
         return reference.forward(a, b, steps, out_dtypes, concat)
 
 
+@_unpacked
 def _forward_cuda(
     a: Tensor,
     b: Tensor,
-    tensors: list[Tensor],
-    numbers: list[float],
-    text: str,
+    steps: list[Step],
     out_dtypes: list[torch.dtype],
     concat: bool,
-    config: str,
+    config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    steps = _steps(text, tensors, numbers)
-    _checked(a, b, steps, out_dtypes)
     # Where this was traced, nothing knew the addresses.
     a, b = (launch.readable(x) if check.misaligned(x) else x for x in (a, b))
-    return launch.forward(a, b, steps, out_dtypes, concat, config=_config(config))
+    return launch.forward(a, b, steps, out_dtypes, concat, config=config)
 
 
+@_unpacked
 def _forward_fake(
     a: Tensor,
     b: Tensor,
-    tensors: list[Tensor],
-    numbers: list[float],
-    text: str,
+    steps: list[Step],
     out_dtypes: list[torch.dtype],
     concat: bool,
-    config: str,
+    config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    steps = _steps(text, tensors, numbers)
-    batch, m = _checked(a, b, steps, out_dtypes)
+    rows, n = (*launch.batch_of(a, b), a.shape[-2]), b.shape[-1]
     spec = launch.shape_of(tuple(op for op, _ in steps))
     return [
-        launch.empty(a, (*batch, m, spec.cols(i, b.shape[-1])), dtype)
-        for i, dtype in enumerate(out_dtypes)
-    ] + [a.new_empty((*batch, m), dtype=torch.float32) for _ in spec.reductions]
+        launch.empty(a, (*rows, spec.cols(i, n)), dtype) for i, dtype in enumerate(out_dtypes)
+    ] + [a.new_empty(rows, dtype=torch.float32) for _ in spec.reductions]
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:
