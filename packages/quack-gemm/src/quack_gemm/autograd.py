@@ -1,6 +1,7 @@
 """GEMM as a registered operator: what torch.compile, export, fake tensors and the CPU see.
 
-An epilogue crosses torch's dispatcher as a text, by which it is looked up again.
+An epilogue crosses torch's dispatcher as a text, by which it is looked up again, and so do the
+dtypes of the results: torch's own type for a list of them comes back as numbers while tracing.
 """
 
 import ast
@@ -34,14 +35,27 @@ def call(
     config: GemmConfig | int | None = None,
 ) -> list[Tensor]:
     """Through the dispatcher; arguments as of ``launch.forward``."""
+    found: list[Tensor] = gemm_fwd(*arguments(a, b, steps, out_dtypes, concat, config))
+    return found
+
+
+def arguments(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool,
+    config: GemmConfig | int | None = None,
+) -> tuple[Any, ...]:
+    """The operator's; parameters as of ``launch.forward``."""
     ops = tuple(op for op, _ in steps)
     text = "\n".join([_text(op) for op in ops])
     given = [operand for _, operands in steps for operand in operands]
     tensors = [one for one in given if isinstance(one, Tensor)]
     numbers = [float(one) for one in given if not isinstance(one, Tensor)]
     how = "" if config is None else str(config) if isinstance(config, int) else _fields(config)
-    found: list[Tensor] = gemm_fwd(a, b, tensors, numbers, text, list(out_dtypes), concat, how)
-    return found
+    dtypes = " ".join([torch_op.name_of(dtype) for dtype in out_dtypes])
+    return a, b, tensors, numbers, text, dtypes, concat, how
 
 
 def _config(text: str) -> GemmConfig | int | None:
@@ -112,13 +126,14 @@ def _unpacked(run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         tensors: list[Tensor],
         numbers: list[float],
         text: str,
-        out_dtypes: list[torch.dtype],
+        out_dtypes: str,
         concat: bool,
         config: str,
     ) -> list[Tensor]:
         steps = _steps(text, tensors, numbers)
-        check.product(a, b, steps, out_dtypes)
-        return run(a, b, steps, out_dtypes, concat, _config(config))
+        dtypes = [getattr(torch, name) for name in out_dtypes.split()]
+        check.product(a, b, steps, dtypes)
+        return run(a, b, steps, dtypes, concat, _config(config))
 
     return forward
 
@@ -177,7 +192,7 @@ def _no_gradient(ctx: Any, *_: Any) -> None:
 gemm_fwd = torch_op.register(
     _LIBRARY,
     "gemm_fwd(Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str epilogue, "
-    "ScalarType[] out_dtypes, bool concat, str config) -> Tensor[]",
+    "str out_dtypes, bool concat, str config) -> Tensor[]",
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,
