@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--limit", type=int, default=0, help="at most so many configurations")
     tune.add_argument("--opts", default="w=bf16", help="only such cases; empty for all")
+    sweep = commands.add_parser("sweep", help="the rule's choice and every other, for GEMMs")
+    _output(sweep)
+    sweep.add_argument("suite", choices=[name for name in shapes.SUITES if "gemm" in name])
+    sweep.add_argument("--shapes", help="such as 8192x4096x4096, or random:SEED:COUNT")
+    sweep.add_argument("--rounds", type=int, default=8, help="samples of the best")
     profile = commands.add_parser("profile", help="DRAM throughput of our kernels, by ncu")
     _output(profile)
     profile.add_argument("suite", choices=sorted(shapes.SUITES))
@@ -96,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.command in ("host", "calibration"):
         return _machine(args)
+    if args.command == "sweep":
+        return _sweep(args)
     cases = _cases(args)
     if args.command == "profile":
         return _profile(args, cases, given)
@@ -191,6 +198,16 @@ def _tune(args, options, cases: Sequence[shapes.Case]) -> int:  # type: ignore[n
             lambda case: ours.config_variants(case, tries, wanted, args.limit),
             show=lambda rows: f"\n{tune.text(rows)}",
         ).run("tune", cases)
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from . import device, sweep
+
+    if not device.available():
+        return NO_GPU
+    cases = sweep.cases_of(args.suite, args.shapes)
+    print(sweep.text(sweep.run(args, cases), cases))
     return 0
 
 

@@ -131,6 +131,17 @@ class Mode(enum.IntEnum):
     FAST = 1
 
 
+class Kind(enum.StrEnum):
+    ROW = "row"
+
+
+def test_a_named_text_is_its_text_KC_11():
+    """They are equal and hash alike: a spec with one finds the kernel of the other."""
+    assert Spec(Kind.ROW) == Spec("row")
+    digests = {keys.key(**BASE | {"spec": Spec(kind)}).digest for kind in (Kind.ROW, "row")}
+    assert len(digests) == 1
+
+
 @dataclasses.dataclass
 class Mutable:
     n: int = 1

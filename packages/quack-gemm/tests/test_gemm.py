@@ -15,6 +15,7 @@ from quack_core.errors import DTypeError, LayoutError, ShapeError, UnsupportedEr
 from quack_core.gemm.epilogue import (
     ACTIVATIONS,
     Activation,
+    AddC,
     AddVector,
     Gate,
     GateGrad,
@@ -26,7 +27,7 @@ from quack_core.gemm.epilogue import (
 )
 from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import random
-from quack_gemm import heuristic
+from quack_gemm import autograd, heuristic
 from quack_gemm.api import gemm
 from quack_gemm.config import GemmConfig
 from quack_gemm.spec import GemmSpec
@@ -51,10 +52,19 @@ def matrix(
     return found if major == "row" else found.mT
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """torch's float32 product; of 16 bits on a GPU by its tensor cores, as ours."""
+    if not a.is_cuda or a.element_size() != 2 or a.dtype != b.dtype:
+        return a.float() @ b.float()
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], (1,))
+    found = torch.bmm(a.expand(*batch, -1, -1), b.expand(*batch, -1, -1), out_dtype=F32)
+    return found if max(a.dim(), b.dim()) == 3 else found[0]
+
+
 def compare(actual: Tensor, a: Tensor, b: Tensor, finish: Finish = lambda x: x) -> None:
     """Contract 1 for GEMM: per element, and relative Frobenius error 1.5 times the baseline's."""
     right = finish(a.double() @ b.double())
-    base = finish(a.float() @ b.float()).to(actual.dtype)
+    base = finish(product(a, b)).to(actual.dtype)
     flat = (-1, actual.shape[-1])
     assert_accurate(actual.reshape(flat), right.reshape(flat), base.reshape(flat))
     error, allowed = ((x.double() - right).norm() for x in (actual, base))
@@ -362,6 +372,17 @@ def test_compile_whole_graph(device: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
     assert_bitwise(compiled(a, b), step(a, b))
+
+
+def test_opcheck(device: str) -> None:
+    a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
+    c, bias = random((72, 136), BF16, device, seed=3), random((136,), F32, device, seed=4)
+    steps = [
+        (Scale(), (0.5,)),
+        (AddC("bfloat16", Kind.SCALAR), (c, 2.0)),
+        (AddVector("float32"), (bias,)),
+    ]
+    torch.library.opcheck(autograd.gemm_fwd, autograd.arguments(a, b, steps, [BF16], False))
 
 
 def test_tangents_raise(device: str) -> None:

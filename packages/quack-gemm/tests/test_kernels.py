@@ -125,6 +125,7 @@ def test_listed_is_loaded(case: Any, rows: int, loaded: list[Kernel]) -> None:
     if isinstance(result, torch.Tensor) and result.requires_grad:
         result.backward(torch.ones_like(result))
     assert set(listed) == set(loaded)
+    assert {each.key() for each in listed} == {each.key() for each in loaded}  # texts, named texts
     assert len(listed) == len(set(listed))
     assert bool(listed) == (0 not in args[0].shape)
 

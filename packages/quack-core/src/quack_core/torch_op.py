@@ -74,6 +74,18 @@ def addressed(x: Tensor) -> bool:
     return not is_dynamo_compiling() and type(x) in _PLAIN and not x.is_meta
 
 
+def span(x: Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and of the first one behind it."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    start = x.data_ptr()
+    return start, start + (last + 1) * x.element_size()
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same elements in memory."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
 def eager(a: Any, b: Any = None, c: Any = None, d: Any = None, e: Any = None) -> bool:
     """Whether operands may go to a kernel directly, without torch's dispatcher.
 

@@ -1,6 +1,7 @@
 """GEMM as a registered operator: what torch.compile, export, fake tensors and the CPU see.
 
-An epilogue crosses torch's dispatcher as a text, by which it is looked up again.
+An epilogue crosses torch's dispatcher as a text, by which it is looked up again, and so do the
+dtypes of the results: torch's own type for a list of them comes back as numbers while tracing.
 """
 
 import ast
@@ -8,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,14 +35,27 @@ def call(
     config: GemmConfig | int | None = None,
 ) -> list[Tensor]:
     """Through the dispatcher; arguments as of ``launch.forward``."""
+    found: list[Tensor] = gemm_fwd(*arguments(a, b, steps, out_dtypes, concat, config))
+    return found
+
+
+def arguments(
+    a: Tensor,
+    b: Tensor,
+    steps: Sequence[Step],
+    out_dtypes: Sequence[torch.dtype],
+    concat: bool,
+    config: GemmConfig | int | None = None,
+) -> tuple[Any, ...]:
+    """The operator's; parameters as of ``launch.forward``."""
     ops = tuple(op for op, _ in steps)
     text = "\n".join([_text(op) for op in ops])
     given = [operand for _, operands in steps for operand in operands]
     tensors = [one for one in given if isinstance(one, Tensor)]
     numbers = [float(one) for one in given if not isinstance(one, Tensor)]
     how = "" if config is None else str(config) if isinstance(config, int) else _fields(config)
-    found: list[Tensor] = gemm_fwd(a, b, tensors, numbers, text, list(out_dtypes), concat, how)
-    return found
+    dtypes = " ".join([torch_op.name_of(dtype) for dtype in out_dtypes])
+    return a, b, tensors, numbers, text, dtypes, concat, how
 
 
 def config_of(text: str) -> GemmConfig | int | None:
@@ -103,67 +117,68 @@ def steps_of(text: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> 
     return found
 
 
-def _checked(
-    a: Tensor, b: Tensor, steps: list[Step], out_dtypes: Sequence[torch.dtype]
-) -> tuple[tuple[int, ...], int]:
-    """The batch dimension of D, or none, and its rows."""
-    m, n, _, batches = check.operands(a, b)
-    check.steps(steps, m, n, batches, a.device)
-    for dtype in out_dtypes:
-        check.out_dtype(dtype)
-    return () if batches is None else (batches,), m
+def _unpacked(run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """An implementation of the operator from one that takes arguments as of ``call``, checked."""
+
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        tensors: list[Tensor],
+        numbers: list[float],
+        text: str,
+        out_dtypes: str,
+        concat: bool,
+        config: str,
+    ) -> list[Tensor]:
+        steps = steps_of(text, tensors, numbers)
+        dtypes = [getattr(torch, name) for name in out_dtypes.split()]
+        check.product(a, b, steps, dtypes)
+        return run(a, b, steps, dtypes, concat, config_of(config))
+
+    return forward
 
 
+@_unpacked
 def _forward_cpu(
     a: Tensor,
     b: Tensor,
-    tensors: list[Tensor],
-    numbers: list[float],
-    text: str,
+    steps: list[Step],
     out_dtypes: list[torch.dtype],
     concat: bool,
-    config: str,
+    config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    steps = steps_of(text, tensors, numbers)
-    _checked(a, b, steps, out_dtypes)
     with torch.autocast("cpu", enabled=False):  # it would multiply in 16 bits
         return reference.forward(a, b, steps, out_dtypes, concat)
 
 
+@_unpacked
 def _forward_cuda(
     a: Tensor,
     b: Tensor,
-    tensors: list[Tensor],
-    numbers: list[float],
-    text: str,
+    steps: list[Step],
     out_dtypes: list[torch.dtype],
     concat: bool,
-    config: str,
+    config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    steps = steps_of(text, tensors, numbers)
-    _checked(a, b, steps, out_dtypes)
     # Where this was traced, nothing knew the addresses.
     a, b = (launch.readable(x) if check.misaligned(x) else x for x in (a, b))
-    return launch.forward(a, b, steps, out_dtypes, concat, config=config_of(config))
+    return launch.forward(a, b, steps, out_dtypes, concat, config=config)
 
 
+@_unpacked
 def _forward_fake(
     a: Tensor,
     b: Tensor,
-    tensors: list[Tensor],
-    numbers: list[float],
-    text: str,
+    steps: list[Step],
     out_dtypes: list[torch.dtype],
     concat: bool,
-    config: str,
+    config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    steps = steps_of(text, tensors, numbers)
-    batch, m = _checked(a, b, steps, out_dtypes)
+    rows, n = (*launch.batch_of(a, b), a.shape[-2]), b.shape[-1]
     spec = launch.shape_of(tuple(op for op, _ in steps))
     return [
-        launch.empty(a, (*batch, m, spec.cols(i, b.shape[-1])), dtype)
-        for i, dtype in enumerate(out_dtypes)
-    ] + [a.new_empty((*batch, m), dtype=torch.float32) for _ in spec.reductions]
+        launch.empty(a, (*rows, spec.cols(i, n)), dtype) for i, dtype in enumerate(out_dtypes)
+    ] + [a.new_empty(rows, dtype=torch.float32) for _ in spec.reductions]
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:
@@ -177,7 +192,7 @@ def _no_gradient(ctx: Any, *_: Any) -> None:
 gemm_fwd = torch_op.register(
     _LIBRARY,
     "gemm_fwd(Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str epilogue, "
-    "ScalarType[] out_dtypes, bool concat, str config) -> Tensor[]",
+    "str out_dtypes, bool concat, str config) -> Tensor[]",
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,

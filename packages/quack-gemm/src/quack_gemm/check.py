@@ -170,6 +170,19 @@ def steps(
     return cols
 
 
+def product(
+    a: Tensor,
+    b: Tensor,
+    given: list[tuple[Op, tuple[Any, ...]]],
+    out_dtypes: Sequence[torch.dtype],
+) -> None:
+    """Check everything but memory orders: `operands`, `steps` and each `out_dtype`."""
+    m, n, _, batches = operands(a, b)
+    steps(given, m, n, batches, a.device)
+    for dtype in out_dtypes:
+        out_dtype(dtype)
+
+
 def _operand(
     name: str,
     tensor: Any,
@@ -230,7 +243,7 @@ def output(
         if x is None or not shares(out, x):
             continue
         # Of the same memory order, each element of C is read before the one of D is written.
-        if name == "c" and x.dtype == dtype and x.stride() == out.stride() and _same(x, out):
+        if name == "c" and torch_op.identical(out, x):
             continue
         raise LayoutError(f"gemm: out shares memory with {name}: it must not; leave out away")
 
@@ -343,18 +356,8 @@ def shares(out: Tensor, x: Tensor) -> bool:
     """Whether memory of two tensors may overlap, by their addresses."""
     if not (torch_op.addressed(out) and torch_op.addressed(x)) or 0 in (out.numel(), x.numel()):
         return False
-    (first, last), (begin, end) = _span(out), _span(x)
+    (first, last), (begin, end) = torch_op.span(out), torch_op.span(x)
     return first < end and begin < last
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte, and of the one behind the last."""
-    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (steps + 1) * x.element_size()
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -212,10 +212,7 @@ def _both(
 def _checked(
     a: Tensor, b: Tensor, steps: list[Step], dtypes: Sequence[torch.dtype], concat: bool
 ) -> list[Tensor]:
-    m, n, _, batches = check.operands(a, b)
-    check.steps(steps, m, n, batches, a.device)
-    for dtype in dtypes:
-        check.out_dtype(dtype)
+    check.product(a, b, steps, dtypes)
     return compute(a, b, steps, dtypes, concat)
 
 

@@ -75,7 +75,7 @@ class _Notes(TorchDispatchMode):
         tensors: list[Tensor],
         numbers: list[float],
         text: str,
-        out_dtypes: list[torch.dtype],
+        out_dtypes: str,
         concat: bool,
         config: str,
     ) -> None:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64
 
 MAX_NAMED_BARRIERS = 16
 """Per CTA; number 0 is the one of ``sync_threads``."""
@@ -125,21 +125,16 @@ def arrive(mbar: cute.Pointer, phase: Phase, peer: Int32 | None = None) -> None:
     Threads: all lanes of one warp, one of which arrives.
 
     Args:
-        peer: rank in the cluster of the CTA whose mbarrier it is, to tell that this warp has read a
-            stage; data for the peer come by copies that complete there. None for this CTA's own.
+        peer: rank in the cluster of the CTA whose mbarrier it is; None for this CTA's own. It tells
+            the peer that this warp has read a stage, and nothing more: data for the peer come by
+            copies that complete there. (An arrival that publishes writes to the cluster waits for
+            all of them first, by a fence of the GPU: it halves the speed of a GEMM.)
 
     Source: PTX ISA, mbarrier.arrive; mapa.
     """
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        if const_expr(peer is None):
-            cute.arch.mbarrier_arrive(mbar + phase.stage)
-        else:
-            there = cute.arch.map_dsmem_ptr(mbar + phase.stage, peer)
-            cute.arch.inline_ptx(
-                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
-                read_only_args=[Int32(there.toint())],
-            )
+        cute.arch.mbarrier_arrive(mbar + phase.stage, peer)
 
 
 def wait(mbar: cute.Pointer, phase: Phase) -> None:

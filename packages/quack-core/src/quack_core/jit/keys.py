@@ -1,12 +1,13 @@
 """The key of a compiled kernel: everything that its machine code depends on, without the DSL.
 
 A spec or config reaches the key as plain values: ``str``, ``int``, ``float``, ``bool``, ``None``,
-tuples and frozen dataclasses of these, exactly these types. A NumPy integer, a 0-d tensor or a
+members of a ``StrEnum``, tuples and frozen dataclasses of these, exactly these types. A NumPy integer, a 0-d tensor or a
 symbolic integer is refused and not converted: converting here would leave the kernel with the
 original, which hashes by identity or makes the host wait for the GPU.
 """
 
 import dataclasses
+import enum
 import hashlib
 import json
 import os
@@ -123,6 +124,8 @@ def plain(value: Any, name: str) -> Any:
         return value
     if kind is float:
         return {"float": repr(value)}  # JSON has no NaN
+    if isinstance(value, enum.StrEnum):
+        return str(value)  # which it equals, also where specs are compared
     if kind is tuple:
         return [plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
     if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
@@ -130,7 +133,7 @@ def plain(value: Any, name: str) -> Any:
         return {"class": f"{kind.__module__}.{kind.__qualname__}", "fields": fields}
     raise TypeError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}: keys of compiled kernels hold str, "
-        f"int, float, bool, None, tuples and frozen dataclasses only; convert it, such as int(...)"
+        f"int, float, bool, None, StrEnum, tuples and frozen dataclasses only; convert it, such as int(...)"
     )
 
 

@@ -224,7 +224,7 @@ class GemmSm90:
                 who,
             )
         if const_expr(config.cluster > 1):  # no CTA leaves while another one signals it
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
     def _stages(self, smem, dtype, layout):

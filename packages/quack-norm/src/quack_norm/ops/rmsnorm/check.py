@@ -157,7 +157,7 @@ def output(
             other = tensor.data_ptr()
             if end <= other or other + tensor.nbytes <= start:
                 continue
-        if _overlap(out, tensor) and not (name == "x" and _identical(out, tensor)):
+        if _overlap(out, tensor) and not (name == "x" and torch_op.identical(out, tensor)):
             raise LayoutError(
                 f"{op}: out overlaps {name} in memory: out may be x itself, and must share "
                 "nothing else with an operand; pass other memory"
@@ -269,7 +269,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors can share an element; exact for slots that are one stride apart."""
     if not (a.numel() and b.numel()):
         return False
-    (a0, a1), (b0, b1) = _span(a), _span(b)
+    (a0, a1), (b0, b1) = torch_op.span(a), torch_op.span(b)
     if a1 <= b0 or b1 <= a0:
         return False
     (a_run, a_pitch), (b_run, b_pitch) = _slots(a), _slots(b)
@@ -296,17 +296,6 @@ def _slots(tensor: Tensor) -> tuple[int, int]:
     if run > pitch or any(step % pitch for step in steps):
         pitch = 0
     return run * tensor.element_size(), pitch * tensor.element_size()
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor and the first one behind it."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _name(dtype: torch.dtype) -> str:
