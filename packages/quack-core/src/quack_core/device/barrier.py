@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64
 
 MAX_NAMED_BARRIERS = 16
 """Per CTA; number 0 is the one of ``sync_threads``."""
