@@ -3,6 +3,7 @@
 A case's shape is M x N x K; with pairs of columns N counts gates and what they gate.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from quack_gemm.api import gemm
 from quack_gemm.config import GemmConfig
 from quack_gemm.heuristic import Problem as Question
 from quack_gemm.heuristic import candidates as all_candidates
-from quack_gemm.heuristic import default
+from quack_gemm.heuristic import cycles, default
 from quack_gemm.spec import GemmSpec
 
 from .norm import judge, poison, size
@@ -124,16 +125,25 @@ def spec_of(case: Case) -> GemmSpec:
     return GemmSpec(name, name, "bfloat16", *majors, epilogue=_ops(case))  # type: ignore[arg-type]
 
 
-def default_config(case: Case) -> GemmConfig:
-    """The configuration that the rule chooses here."""
+def _question(case: Case) -> Question:
     m, n, k = case.shape
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return default(Question(m, n, k, 1, spec_of(case), sms), arch.detect())
+    return Question(m, n, k, 1, spec_of(case), sms)
+
+
+def default_config(case: Case) -> GemmConfig:
+    """The configuration that the rule chooses here."""
+    return default(_question(case), arch.detect())
 
 
 def candidates(case: Case) -> list[GemmConfig]:
     """Configurations to compare it with."""
     return list(all_candidates(spec_of(case)))
+
+
+def predicted(case: Case, configs: Sequence[GemmConfig]) -> list[float]:
+    """Cycles that the rule expects of configurations."""
+    return [cycles(_question(case), config) for config in configs]
 
 
 def public(case: Case) -> Launch:

@@ -137,12 +137,16 @@ def multiply_faults(spec: GemmSpec, config: GemmConfig, text: str) -> Iterator[s
 def copy_faults(spec: GemmSpec, config: GemmConfig, found: Counter[str]) -> Iterator[str]:
     loads = {name for name in found if name.startswith("UTMALDG")}
     multicast = {name for name in loads if name.endswith(".MULTICAST")}
+    # Beside the tensor cores it costs half of the speed.
+    if found["MEMBAR.ALL.GPU"]:
+        yield f"{found['MEMBAR.ALL.GPU']} fences of the GPU: no data pass through its memory"
     shared = (config.cluster_m > 1) + (config.cluster_n > 1)
     if not loads or bool(multicast) != (shared > 0) or (shared == 2 and loads != multicast):
         yield f"tiles come by {sorted(loads)}, and {shared} operands are shared"
     stores = sum(count for name, count in found.items() if name.startswith("UTMASTG"))
-    if stores < config.pieces(spec) * len(spec.sinks):
-        yield f"{stores} UTMASTG for {config.pieces(spec)} parts, each stored as {spec.sinks}"
+    pieces = config.pieces(spec) // config.shares(spec)
+    if stores < pieces * len(spec.sinks):
+        yield f"{stores} UTMASTG for {pieces} parts, each stored as {spec.sinks}"
     # Two for each store, of its buffer and its place, and one for the number of the warpgroup.
     if found["R2UR"] > 2 * stores + 1:
         yield f"{found['R2UR']} R2UR, and {stores} UTMASTG"

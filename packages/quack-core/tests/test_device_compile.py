@@ -69,7 +69,7 @@ EXPECTED = {
         ("UTMALDG.2D", "UTMAREDG.2D"),
     ),
     ("tiles", "multicast"): (
-        (*RING, r"\.multicast::cluster", r"mbarrier\.arrive\.release\.cluster\.shared::cluster"),
+        (*RING, r"\.multicast::cluster", r"mbarrier\.arrive\.shared::cluster"),
         ("UTMALDG.2D.MULTICAST",),
     ),
     ("grid", "last"): ((r"atom\.global\.acq_rel\.add\.u32",), ("ATOMG", "MEMBAR.ALL.GPU")),

@@ -106,12 +106,12 @@ each_pair = pytest.mark.parametrize(("spec", "config"), PAIRS, ids=named)
         ({"cluster_n": 8}, "cluster_n=8", "1, 2 or 4"),
         ({"cluster_m": 4, "cluster_n": 4}, "is 16", "at most 8"),
         ({"group": 0}, "group=0", "at least 1"),
-        ({"split_k": 0}, "split_k=0", "1 to 32"),
-        ({"split_k": 33}, "split_k=33", "1 to 32"),
+        ({"split_k": 0}, "split_k=0", "at least 1"),
+        ({"split_k": 5}, "is 10", "at most 8"),
         (
             {"tile_n": 128, "split_k": 2, "pingpong": True},
             "split_k=2 with pingpong",
-            "one of them",
+            "share a tile",
         ),
         ({"stages": 1}, "stages=1", "0 or at least 2"),
         ({"stages": -2}, "stages=-2", "0 or at least 2"),
@@ -214,16 +214,20 @@ def test_registers_are_there(config: GemmConfig) -> None:
     assert config.accumulators < many
 
 
-def test_tiles() -> None:
-    assert GemmConfig(128, 256, 1, 1).tiles(1024, 1024, 3) == 8 * 4 * 3
-    assert GemmConfig(128, 256, 1, 1).tiles(1025, 1025, 1) == 9 * 5
-    assert GemmConfig(128, 256, 2, 1).tiles(1025, 1025, 1) == 10 * 5  # whole clusters
-    assert GemmConfig(128, 256, 1, 2).tiles(1, 1, 1) == 2
-
-
-def test_scratch_of_split_k() -> None:
-    assert GemmConfig(128, 64, 1, 1).part_elements == 0
-    assert GemmConfig(128, 64, 1, 1, split_k=3).part_elements == 3 * 128 * 64
+def test_shares_of_split_k() -> None:
+    """As many CTAs store as the pieces of a tile can be dealt to; what comes in takes memory."""
+    plain = GemmSpec("bfloat16", "bfloat16", "bfloat16")
+    for config, pieces, shares in (
+        (GemmConfig(128, 128, 1, 1, split_k=2), 2, 2),
+        (GemmConfig(128, 128, 1, 1, split_k=3), 2, 1),
+        (GemmConfig(128, 64, 1, 1, split_k=8), 4, 4),
+        (GemmConfig(64, 16, 1, 1, split_k=4), 1, 1),
+        (GemmConfig(128, 256, 1, 1), 4, 1),
+    ):
+        assert (config.pieces(plain), config.shares(plain)) == (pieces, shares)
+        out = config.groups * config.buffers(plain) * 64 * config.piece_cols(plain) * 2
+        came = (config.split_k - 1) * config.tile_m * config.tile_n * 4 // shares
+        assert config.store_bytes(plain) == out + came
 
 
 # --- shared memory

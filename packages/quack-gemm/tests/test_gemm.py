@@ -267,6 +267,18 @@ def test_every_configuration_of_pairs(config: GemmConfig, cuda: str) -> None:
     compare(found, a, b, lambda x: F.silu(x[:, ::2]) * x[:, 1::2])
 
 
+@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("tile", [(64, 64), (128, 128)])
+def test_split_k_of_many_tiles(tile: tuple[int, int], splits: int, cuda: str) -> None:
+    """Clusters that have several tiles use their memory for foreign sums again and again."""
+    a, b = matrix(2000, 712, "row", cuda, 1), matrix(712, 4104, "column", cuda, 2)
+    config = GemmConfig(*tile, 1, 1, split_k=splits)
+    found = gemm(a, b, config=config)
+    compare(found, a, b)
+    for _ in range(20):
+        assert_bitwise(gemm(a, b, config=config), found)
+
+
 def test_out(device: str) -> None:
     a, b = matrix(72, 64, "row", device, 1), matrix(64, 136, "column", device, 2)
     wide = torch.full((72, 200), torch.nan, dtype=BF16, device=device)

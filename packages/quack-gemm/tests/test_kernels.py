@@ -37,13 +37,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     monkeypatch.setattr(arch, "detect", lambda *_: SM90)
     monkeypatch.setattr(cache, "load", load)
     monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
-    monkeypatch.setattr(
-        torch_workspace, "counters", lambda _, count: torch.zeros(count, dtype=torch.int32)
-    )
     monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
-    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
     return found
 
 

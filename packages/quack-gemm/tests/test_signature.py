@@ -32,11 +32,11 @@ def operands(**changed: Any) -> tuple[Any, ...]:
         "c": fake_cuda((64, 128), B, strides=(131, 1)),
         "alpha": 1.0,
         "maxima": fake_cuda((64, 1), "float32"),
-        "parts": None,
+        "resident": 132,
     } | changed
     epilogue = (given["alpha"], given["bias"], given["c"])
     first = (given["a"], given["b"], (given["d"],), epilogue, (given["maxima"],))
-    return *first, 132, given["parts"], None
+    return *first, given["resident"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def operands(**changed: Any) -> tuple[Any, ...]:
         ({"alpha": None}, r"operands\[0\]|argument #3"),
         ({"maxima": fake_cuda((60, 1), "float32")}, r"reduced\[0\].shape\[0\]"),
         ({"a": fake_cuda((64, 72), B, address=0x7F0000000008)}, r"a.*align|align.*a"),
-        ({"parts": 1}, r"expected None"),  # last: all that comes before was accepted
+        ({"resident": None}, r"argument #5"),  # last: all that comes before was accepted
     ],
 )
 def test_what_is_refused(launcher: Any, changed: dict[str, Any], message: str) -> None:

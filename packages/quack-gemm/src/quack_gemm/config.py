@@ -1,5 +1,6 @@
 """How a GEMM kernel computes: a frozen record. ``heuristic`` chooses one."""
 
+import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
@@ -30,6 +31,8 @@ MULTICAST_ROWS = 8
 PARTS = 2
 """Of a tile's columns, where sums are promoted: one is added while the next one is multiplied."""
 MOST_STAGES = 20
+MOST_CTAS = 8
+"""Of a cluster, on every GPU of the architecture."""
 LOADING_REGISTERS = {2: 56, 3: 40, 4: 32}
 """Per thread of the warpgroup that loads, by warpgroups; the others get the rest."""
 
@@ -46,7 +49,8 @@ class GemmConfig:
         group: rows of clusters whose tiles are worked on together, for L2.
         stages: parts of K under way; 0: as many as fit.
         swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
-        split_k: CTAs that have parts of a tile's K; the last one to come adds their sums in order.
+        split_k: CTAs of a cluster that have parts of a tile's K; they exchange their sums, and add them
+            in a fixed order.
         prefetch: B is loaded while the kernel before this one on the stream ends, which must not write
             B, and the kernel behind may start early as well.
     """
@@ -72,14 +76,19 @@ class GemmConfig:
         for name in ("cluster_m", "cluster_n"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1, 2 or 4")
-        if self.cluster > 8:
-            raise ValueError(f"cluster_m * cluster_n is {self.cluster}: at most 8 is portable")
         if self.group < 1:
             raise ValueError(f"group={self.group}: must be at least 1")
-        if not 1 <= self.split_k <= 32:
-            raise ValueError(f"split_k={self.split_k}: must be 1 to 32")
-        if self.split_k > 1 and self.pingpong:
-            raise ValueError(f"split_k={self.split_k} with pingpong: one of them")
+        if self.split_k < 1:
+            raise ValueError(f"split_k={self.split_k}: must be at least 1")
+        if self.cluster > MOST_CTAS:
+            raise ValueError(
+                f"cluster_m * cluster_n * split_k is {self.cluster}: at most {MOST_CTAS} is portable"
+            )
+        if self.split_k > 1 and (self.pingpong or self.atoms > 1):
+            raise ValueError(
+                f"split_k={self.split_k} with pingpong={self.pingpong}, tile_m={self.tile_m}: needs "
+                "warpgroups that share a tile, with 64 rows each"
+            )
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: must be 0 or at least 2")
         most = MOST_SUMS[self.groups]
@@ -92,7 +101,7 @@ class GemmConfig:
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_n
+        return self.cluster_m * self.cluster_n * self.split_k
 
     @property
     def groups(self) -> int:
@@ -125,17 +134,6 @@ class GemmConfig:
         of_all = REGISTERS // WARPGROUP
         return few, min(240, (of_all - few) // self.groups // 8 * 8)
 
-    @property
-    def part_elements(self) -> int:
-        """float32 scratch of a tile, where its K is split."""
-        return self.split_k * self.tile_m * self.tile_n if self.split_k > 1 else 0
-
-    def tiles(self, rows: int, cols: int, batches: int) -> int:
-        """Tiles of a product, those of whole clusters; arguments as of the product that is computed."""
-        across = -(-rows // (self.tile_m * self.cluster_m))
-        down = -(-cols // (self.tile_n * self.cluster_n))
-        return across * down * batches * self.cluster
-
     def tiles_across(self, n: int) -> int:
         """Tiles side by side in a row of D, those of whole clusters; without ``swap``."""
         return -(-n // (self.tile_n * self.cluster_n)) * self.cluster_n
@@ -164,24 +162,36 @@ class GemmConfig:
 
     def pieces(self, spec: GemmSpec) -> int:
         """How many such parts a warpgroup has of a tile."""
-        return self.atoms * (self.tile_n // self.piece_cols(spec))
+        return self._pieces(self.piece_cols(spec))
+
+    def _pieces(self, cols: int) -> int:
+        return self.atoms * (self.tile_n // cols)
+
+    def shares(self, spec: GemmSpec) -> int:
+        """CTAs with parts of a tile's K that store a share of its columns, as many pieces each."""
+        return self._shares(self.piece_cols(spec))
+
+    def _shares(self, cols: int) -> int:
+        return math.gcd(self._pieces(cols), self.split_k)
 
     def buffers(self, spec: GemmSpec) -> int:
-        """Parts of a warpgroup on their way out; they divide ``pieces``, as each tile begins with the
-        first buffer."""
-        return 2 if self.pieces(spec) % 2 == 0 else 1
+        """Parts of a warpgroup on their way out; they divide its share of ``pieces``, as each tile
+        begins with the first buffer."""
+        return self._buffers(self.piece_cols(spec))
+
+    def _buffers(self, cols: int) -> int:
+        return 2 if self._pieces(cols) // self._shares(cols) % 2 == 0 else 1
 
     def stage_bytes(self, spec: GemmSpec) -> int:
         return (self.tile_m + self.tile_n) * SWIZZLE_BYTES
 
     def store_bytes(self, spec: GemmSpec) -> int:
-        """Shared memory of what is on its way out, and of row operands."""
+        """Shared memory of what is on its way out, of row operands, and of sums that come in."""
         return self._store_bytes(spec, self.piece_cols(spec))
 
     def _store_bytes(self, spec: GemmSpec, cols: int) -> int:
-        buffers = 2 if self.atoms * (self.tile_n // cols) % 2 == 0 else 1
-        elements = self.groups * buffers * ATOM_M * cols
-        found = 0
+        elements = self.groups * self._buffers(cols) * ATOM_M * cols
+        found = (self.split_k - 1) * self.tile_m * self.tile_n * 4 // self._shares(cols)
         for i, name in enumerate(spec.outputs):
             found += spec.cols(i, elements) * dtypes.width(name) // 8
         shared = Kind.COLUMN if self.swap else Kind.ROW
@@ -206,8 +216,8 @@ class GemmConfig:
         Raises:
             ValueError: too little shared memory, or an epilogue that the tile does not suit.
         """
-        if spec.reductions and self.swap:
-            raise ValueError(f"{self}: rows are reduced without swap")
+        if spec.reductions and (self.swap or self.split_k > 1):
+            raise ValueError(f"{self}: rows are reduced without swap and without split_k")
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
         blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load

@@ -202,8 +202,6 @@ def _prepare(
     )
     with torch_workspace.relaxed_capture():
         kernel = _kernel(spec, chosen, target)
-    m, n = (problem.n, problem.m) if chosen.swap else (problem.m, problem.n)
-    tiles = chosen.tiles(m, n, batches) if chosen.split_k > 1 else 0
     squeeze_a, squeeze_b = a.dim() == 3 and not spec.a_batched, b.dim() == 3 and not spec.b_batched
     width = chosen.tiles_across(problem.n)
     shape = (*((batches,) if spec.batched else ()), problem.m, width)
@@ -221,15 +219,7 @@ def _prepare(
             partials = tuple(
                 torch.empty(shape, dtype=torch.float32, device=a.device) for _ in spec.reductions
             )
-        if not tiles:
-            kernel(a, b, outputs, operands, partials, resident, None, None)
-            return partials
-        # The allocator gives memory back to the stream that used it: launches do not share it.
-        size = tiles * chosen.part_elements
-        parts = torch.empty(size, dtype=torch.float32, device=a.device)
-        with torch.cuda.device(device):
-            counters = torch_workspace.counters(device, _rounded(tiles * chosen.sharing))
-        kernel(a, b, outputs, operands, partials, resident, parts, counters)
+        kernel(a, b, outputs, operands, partials, resident)
         return partials
 
     return launch
@@ -239,11 +229,6 @@ def _prepare(
 def _kernel(spec: GemmSpec, config: GemmConfig, target: arch.Arch) -> Any:
     """Many shapes share a kernel, and finding it reads source files."""
     return cache.load(MODULE, spec, config, target)
-
-
-def _rounded(count: int) -> int:
-    """A power of two: counters of few sizes serve all launches."""
-    return max(1024, 1 << (count - 1).bit_length())
 
 
 def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:

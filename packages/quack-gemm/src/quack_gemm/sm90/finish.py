@@ -67,6 +67,7 @@ class TileEpilogue:
     def __init__(self, spec: GemmSpec, config: GemmConfig):
         self.spec, self.config = spec, config
         self.cols, self.buffers = config.piece_cols(spec), config.buffers(spec)
+        self.pieces = config.pieces(spec) // config.shares(spec)
         self.operands = epi.operands(spec.epilogue)
 
     def kind(self, operand: epi.Operand) -> Kind:
@@ -123,21 +124,26 @@ class TileEpilogue:
         return views.natural(col, cols, self.spec.concat) if self.spec.gated else col
 
     @cute.jit
-    def finish(self, sums, ends: Ends, held, tile: Place, sizes: Sizes, who: Worker):
-        """Apply the epilogue to a tile and store it, part by part.
+    def finish(
+        self, sums, ends: Ends, held, tile: Place, sizes: Sizes, who: Worker, share: Int32 = 0
+    ):
+        """Apply the epilogue to a tile, or to a share of its columns, and store it part by part.
 
         Synchronises: named barriers of the warpgroup.
 
         Args:
             held: of ``fetch``.
+            share: which one; only with split-K.
         """
         self._share_rows(ends, held, who)
         config, names = self.config, const_expr(self.spec.reductions)
         per_piece = const_expr(fragment.sums_of(self.cols))
         per_atom = const_expr(config.tile_n // self.cols)
         so_far = [rows.neutral(name) for name in names]
-        for p in cutlass.range_constexpr(config.pieces(self.spec)):
-            atom, inside = const_expr(p // per_atom), const_expr(p % per_atom)
+        for p in cutlass.range_constexpr(self.pieces):
+            atom, inside = const_expr(p // per_atom), p % per_atom
+            if const_expr(config.split_k > 1):
+                inside = share * self.pieces + p
             first = (
                 self.first_row(tile, atom, who),
                 tile.col * config.tile_n + inside * self.cols + fragment.first_col(who.thread),
@@ -160,13 +166,13 @@ class TileEpilogue:
             ):
                 if const_expr(which < 0):
                     i = const_expr(-which - 1)
-                    before = so_far[i] if inside else rows.neutral(names[i])
+                    before = so_far[i] if p % per_atom else rows.neutral(names[i])
                     so_far[i] = rows.add(names[i], before, values, first[1], sizes.cols)
                 for sink in self._sinks(ends, which):
                     store.store_piece(
                         sink, values, buffer, place, pending, STORE + who.group, who.thread
                     )
-            if const_expr(inside == per_atom - 1):
+            if const_expr(p % per_atom == per_atom - 1):
                 for i in cutlass.range_constexpr(len(names)):
                     target, lane = ends.reduced[i], who.thread % WARP
                     rows.store(

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 
 from quack_core import dtypes
@@ -20,7 +20,7 @@ from quack_core.reduction.tiling import WARP
 from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
 from . import views
-from .finish import STORE, Ends, Place, Sizes, TileEpilogue, Worker
+from .finish import Ends, Place, Sizes, TileEpilogue, Worker
 from .signature import arguments
 
 TURN = 4
@@ -31,9 +31,11 @@ class GemmSm90:
     """Clusters walk over tiles of D; a tile's product is summed in registers.
 
     Threads: a warpgroup, one warp of which loads; then those that multiply and store.
-    Shared memory: stages of A and B; parts of D on their way out; row operands of the epilogue.
+    Shared memory: stages of A and B; parts of D on their way out; row operands of the epilogue; with
+    split-K, sums of the other CTAs.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
-    warpgroup around each part that it stores; with ping-pong, one that says whose turn it is.
+    warpgroup around each part that it stores; with ping-pong, one that says whose turn it is; with
+    split-K, two mbarriers per warpgroup for sums that are exchanged.
     Traffic: A once for each column of clusters, B once for each row of them; less what L2 keeps.
     """
 
@@ -44,6 +46,7 @@ class GemmSm90:
         self.epilogue = TileEpilogue(spec, config)
         self.shape = (config.cluster_m, config.cluster_n)
         self.promoted = dtypes.width(spec.a) == 8
+        self.shares = config.shares(spec)
         self.parts = PARTS if self.promoted else 1  # of a tile's columns, in an instruction
 
     @cute.jit
@@ -55,8 +58,6 @@ class GemmSm90:
         operands: tuple | None,  # of the epilogue's ops, in order
         reduced: tuple | None,  # of rows: (M, tiles) or (L, M, tiles), float32
         max_clusters: Int32,  # that the GPU holds at once
-        parts: cute.Tensor | None,  # scratch of split-K, float32: config.part_elements of each tile
-        counters: cute.Tensor | None,  # int32: as many as tiles have warpgroups
         stream: cuda.CUstream,
     ):
         config, spec = self.config, self.spec
@@ -87,7 +88,7 @@ class GemmSm90:
         down = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
         across = cute.ceil_div(n, config.tile_n * config.cluster_n)
         tile_order = order.make(down, across, rows_cols[2], config.group)
-        clusters = cutlass.min(tile_order.total * config.split_k, max_clusters)
+        clusters = cutlass.min(tile_order.total, max_clusters)
         self.kernel(
             mma,
             self._mma(a_major, b_major, 1, 1),
@@ -98,11 +99,10 @@ class GemmSm90:
             Sizes(rows_cols[0], n, cute.ceil_div(k, self.tile_k)),
             tile_order,
             reduced,
-            (parts, counters),
         ).launch(
-            grid=[config.cluster_m, config.cluster_n, clusters],
+            grid=[config.cluster_m, config.cluster_n, clusters * config.split_k],
             block=[config.num_threads, 1, 1],
-            cluster=[config.cluster_m, config.cluster_n, 1],
+            cluster=[config.cluster_m, config.cluster_n, config.split_k],
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=config.prefetch,
@@ -156,17 +156,15 @@ class GemmSm90:
         sizes: Sizes,
         tile_order: order.Order,
         reduced,
-        scratch,
     ):
         # --- coordinates
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tid // WARPGROUP)
         warp_idx = cute.arch.make_warp_uniform(tid // WARP)
-        col_of_cluster, row_of_cluster = cute.arch.block_idx()[1], cute.arch.block_idx()[0]
-        at = Cluster(
-            cute.arch.make_warp_uniform(row_of_cluster), cute.arch.make_warp_uniform(col_of_cluster)
-        )
+        row, col, z = (cute.arch.make_warp_uniform(i) for i in cute.arch.block_idx())
+        at = Cluster(row, col, z % config.split_k)
+        work, clusters = z // config.split_k, cute.arch.grid_dim()[2] // config.split_k
 
         # --- shared memory
         smem = cutlass.memory.SmemAllocator()
@@ -174,20 +172,21 @@ class GemmSm90:
         sA = self._stages(smem, self.a_dtype, load_a[2])
         sB = self._stages(smem, self.b_dtype, load_b[2])
         sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
-        shared_rows, answer = self._rows(smem), None
+        shared_rows, inbox = self._rows(smem), None
         if const_expr(config.split_k > 1):
-            answer = smem.allocate_tensor(Int32, cute.make_layout(config.groups), byte_alignment=16)
+            sizes_of_inbox = (config.accumulators, config.split_k, self.shares, config.groups)
+            inbox = split.allocate(smem, *sizes_of_inbox)
 
         # --- barriers
         sharers = const_expr(config.cluster_m + config.cluster_n - 1)
         ring.init(barriers, self.stages, sharers, 4 * config.sharing, tid)
+        if const_expr(config.split_k > 1):
+            split.init(inbox, self.shares, config.groups, tid)
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], *(s[0] for s in stores)))
         self._sync_all()
 
         # --- roles
-        clusters = cute.arch.grid_dim()[2]
-        work = cute.arch.block_idx()[2]
         if group == 0:
             cute.arch.setmaxregister_decrease(config.registers[0])
             if warp_idx == 0:
@@ -217,7 +216,7 @@ class GemmSm90:
                 barriers,
                 sizes,
                 tile_order,
-                (*scratch, answer),
+                inbox,
                 at,
                 work,
                 clusters,
@@ -259,17 +258,16 @@ class GemmSm90:
         tile = (rows, self.tile_k)
         if self.shape[mode] == 1:
             return tma.bind(load[0], load[1], shared, tile)
-        cluster = cute.make_layout((*self.shape, 1))
-        return tma.bind_shared(load[0], load[1], shared, tile, cluster, (*at, 0), mode)
+        cluster = cute.make_layout((*self.shape, self.config.split_k))
+        return tma.bind_shared(load[0], load[1], shared, tile, cluster, tuple(at), mode)
 
     @cute.jit
     def _locate(self, tile_order, work: Int32, at: Cluster, sizes: Sizes):
         """This CTA's tile; first step along K, and how many."""
         first, count = Int32(0), sizes.steps
         if const_expr(self.config.split_k > 1):
-            first, count = split.part(work % self.config.split_k, self.config.split_k, sizes.steps)
-        tile = work // self.config.split_k
-        row, col, matrix = order.locate(tile_order, tile, self.config.group)
+            first, count = split.part(at.part, self.config.split_k, sizes.steps)
+        row, col, matrix = order.locate(tile_order, work, self.config.group)
         row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
         return Place(row, col, matrix), first, count
 
@@ -290,7 +288,7 @@ class GemmSm90:
         if const_expr(self.config.prefetch):
             ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes))
             phase = ring.skip(phase, ahead, self.stages)
-        while work < tile_order.total * self.config.split_k:
+        while work < tile_order.total:
             tile, first, count = self._locate(tile_order, work, at, sizes)
             of_a, of_b = self._matrices_of(tile.matrix)
             for k in cutlass.range(first + ahead, first + count, unroll=1):
@@ -329,7 +327,7 @@ class GemmSm90:
         barriers,
         sizes: Sizes,
         tile_order,
-        scratch,
+        inbox,
         at: Cluster,
         work: Int32,
         step: Int32,
@@ -351,7 +349,7 @@ class GemmSm90:
             cute.arch.griddepcontrol_wait()
             # Not before: the kernel behind would begin while the one before this still writes.
             cute.arch.griddepcontrol_launch_dependents()
-        phase, total = barrier.full_phase(), tile_order.total * config.split_k
+        phase, total, done = barrier.full_phase(), tile_order.total, Int32(0)
         tiles, turn = (total - work + step - 1) // step, None
         if const_expr(config.pingpong):
             turn = TURN + 1 - who.group  # the other one's
@@ -373,10 +371,14 @@ class GemmSm90:
                 phase = ring.multiply(mma, sums, rA, rB, *walk)
             if const_expr(config.pingpong):
                 phase = ring.skip(phase, count, self.stages)
-            last = Boolean(True)
             if const_expr(config.split_k > 1):
-                last = self._collect(sums, scratch, work, at, who)
-            if last:
+                share = split.exchange(
+                    sums, inbox, self._exchange(at, who), config.split_k, self.shares, done
+                )
+                done += 1
+                if at.part < self.shares:
+                    self.epilogue.finish(share, ends, held, tile, sizes, who, at.part)
+            else:
                 self.epilogue.finish(sums, ends, held, tile, sizes, who)
             work += step
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
@@ -385,13 +387,11 @@ class GemmSm90:
         if who.thread < WARP:
             tma.bulk_wait_read(0)
 
-    def _collect(self, sums, scratch, work: Int32, at: Cluster, who: Worker) -> Boolean:
-        """Whether this part of a tile's K is the last one that comes; then ``sums`` are all."""
-        splits, cluster = self.config.split_k, self.config.cluster
-        tile = work // splits * cluster + at.row + self.shape[0] * at.col
-        number = STORE + who.group
-        place = (tile, work % splits, splits, self.config.sharing, who.group, number, who.thread)
-        return split.collect(sums, *scratch, *place)
+    def _exchange(self, at: Cluster, who: Worker) -> split.Exchange:
+        """The CTAs of a cluster that have parts of the same tile."""
+        rows, cols = self.shape
+        first = at.row + rows * at.col
+        return split.Exchange(at.part, first, rows * cols, who.group, who.thread)
 
 
 def build(spec: GemmSpec, config: GemmConfig) -> tuple[GemmSm90, tuple]:

@@ -58,14 +58,9 @@ def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
         tuple(operand(one) for one in epi.operands(spec.epilogue)) or None,
         tuple(_partials(m, batch, spec) for _ in spec.reductions) or None,
         Int32(0),
-        *(_scratch(name) if config.split_k > 1 else None for name in ("float32", "int32")),
     )
 
 
 def _partials(m: Any, batch: Any, spec: GemmSpec) -> Any:
     shape = (batch, m, sym_int()) if spec.batched else (m, sym_int())
     return symbolic("float32", shape, align=4, contiguous=True)
-
-
-def _scratch(dtype: str) -> Any:
-    return symbolic(dtype, (sym_int(),), align=ALIGN, contiguous=True)

@@ -32,11 +32,12 @@ class Cluster(NamedTuple):
     """Where a CTA is in its cluster.
 
     Args:
-        row, col: its coordinates; its rank is ``row + rows * col``.
+        row, col, part: its coordinates; its rank is ``row + rows * (col + cols * part)``.
     """
 
     row: Int32
     col: Int32
+    part: Int32
 
 
 def allocate(smem: cutlass.memory.SmemAllocator, stages: int) -> Ring:
@@ -141,7 +142,7 @@ def multiply(
 
     Args:
         rA, rB: descriptors of the stages: (instruction, m or n, k, stages).
-        shape: of the cluster.
+        shape: rows and columns of the cluster.
         turn: number of the named barrier of two warpgroups at which to say that the other one may
             begin, as soon as everything is issued; None: there is none.
 
@@ -245,11 +246,12 @@ def release(
     if const_expr(rows * cols == 1):
         barrier.arrive(ring.empty, phase)
     else:
+        first = at.part * (rows * cols)
         for row in cutlass.range_constexpr(rows):
-            barrier.arrive(ring.empty, phase, row + rows * at.col)
+            barrier.arrive(ring.empty, phase, first + row + rows * at.col)
         for i in cutlass.range_constexpr(cols - 1):  # all columns but its own
             col = i + 1 if i >= at.col else Int32(i)
-            barrier.arrive(ring.empty, phase, at.row + rows * col)
+            barrier.arrive(ring.empty, phase, first + at.row + rows * col)
 
 
 @cute.jit

@@ -1,18 +1,57 @@
-"""Split-K: several CTAs have parts of a tile's K; whichever comes last adds their sums, in order.
+"""Split-K: the CTAs of a cluster have parts of a tile's K, and each adds up a share of its sums.
 
-So the result does not depend on who is last, and nobody waits.
+The sums travel through distributed shared memory and are added in a fixed order: there is no scratch,
+no counter, and every run gives the same bits.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+import cutlass.memory
+from cutlass import Float32, Int32, const_expr
 
 from quack_core.device import barrier
+from quack_core.device.barrier import Phase
+from quack_core.reduction.tiling import WARP
 
 from .fragment import WARPGROUP
 
 VECTOR = 4
 """float32 values of an access."""
+WARPS = 4
+"""Of a warpgroup."""
+
+
+class Inbox(NamedTuple):
+    """Where sums of other CTAs come in.
+
+    Args:
+        sums: float32 (VECTOR, threads, vectors, senders, warpgroups).
+        arrived: an mbarrier per warpgroup, on which they complete.
+        read: an mbarrier per warpgroup, at which all to whom this CTA sends arrive.
+    """
+
+    sums: cute.Tensor
+    arrived: cute.Pointer
+    read: cute.Pointer
+
+
+class Exchange(NamedTuple):
+    """A warpgroup's place among those that have parts of the same tile.
+
+    Args:
+        part: of K, that this CTA has.
+        first, step: the rank in the cluster of part 0, and from one part to the next.
+        group: the warpgroup's number.
+        thread: of the warpgroup.
+    """
+
+    part: Int32
+    first: Int32
+    step: int
+    group: Int32
+    thread: Int32
 
 
 def part(split: Int32, splits: int, steps: Int32) -> tuple[Int32, Int32]:
@@ -22,79 +61,95 @@ def part(split: Int32, splits: int, steps: Int32) -> tuple[Int32, Int32]:
     return first, cutlass.min(each, steps - first)
 
 
-def elements(accumulators: int, groups: int, splits: int) -> int:
-    """float32 values that the parts of a tile need.
+def allocate(
+    smem: cutlass.memory.SmemAllocator, sums: int, splits: int, shares: int, groups: int
+) -> Inbox:
+    """Room for an inbox.
 
     Args:
-        accumulators: sums of a thread.
-        groups: warpgroups that share a tile.
+        sums: of a thread.
+        splits: parts of K.
+        shares: of the sums; each is added up by one CTA.
+        groups: warpgroups.
     """
-    return accumulators * WARPGROUP * groups * splits
+    shape = (VECTOR, WARPGROUP, sums // shares // VECTOR, splits - 1, groups)
+    values = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+    return Inbox(values, *(barrier.allocate_mbarriers(smem, groups) for _ in range(2)))
+
+
+def init(
+    inbox: Inbox, shares: cutlass.Constexpr[int], groups: cutlass.Constexpr[int], tid: Int32
+) -> None:
+    """Initialise the mbarriers; the cluster synchronises before their first use."""
+    barrier.init_mbarriers(inbox.arrived, groups, 1, tid)
+    barrier.init_mbarriers(inbox.read, groups, shares * WARPS, tid)
 
 
 @cute.jit
-def collect(
+def exchange(
     sums: cute.Tensor,
-    parts: cute.Tensor,
-    counters: cute.Tensor,
-    answer: cute.Tensor,
-    tile: Int32,
-    split: Int32,
+    inbox: Inbox,
+    at: Exchange,
     splits: cutlass.Constexpr[int],
-    groups: cutlass.Constexpr[int],
-    group: Int32,
-    number: Int32,
-    thread: Int32,
-) -> Boolean:
-    """Leave this part's sums to the last one; the last one gets the sums of all.
+    shares: cutlass.Constexpr[int],
+    turn: Int32,
+) -> cute.Tensor:
+    """Send each share to the CTA that adds it up, and add up this CTA's own.
 
-    Threads: a warpgroup.
-    Synchronises: two named barriers; the counter is zero again when the last one has come.
+    A share begins with the sums of the CTA that has it, and then come those of the next parts, round
+    to the one before.
+
+    Threads: a warpgroup, whose peers in the other CTAs call it as well.
 
     Args:
-        sums: of this part; afterwards, in the last one, of all.
-        parts: float32 scratch, ``elements`` of each tile.
-        counters: int32, one of each tile's warpgroups; zero before and after.
-        answer: int32 in shared memory, one of each warpgroup.
-        tile: its number.
-        number: of the warpgroup's named barrier.
+        sums: of this part of K.
+        shares: CTAs that have one: those with the first parts.
+        turn: how many tiles came before.
 
     Returns:
-        Whether this was the last one.
+        The share's sums, of the whole K; of no meaning where ``at.part`` has none.
 
-    Source: PTX ISA, memory consistency model: the barriers extend the order of thread 0's atomic
-    addition (acquire and release) to the warpgroup.
+    Source: PTX ISA, st.async.
     """
-    size = const_expr(cute.size(sums))
-    first = (Int64(tile) * splits * groups + group) * (size * WARPGROUP) + thread * VECTOR
-    stride = const_expr(groups * size * WARPGROUP)  # from one part to the next
-    mine = parts.iterator + first + Int64(split) * stride
-    vector = cute.make_rmem_tensor(VECTOR, Float32)
-    for i in cutlass.range_constexpr(size // VECTOR):
-        for v in cutlass.range_constexpr(VECTOR):
-            vector[v] = sums[i * VECTOR + v]
-        cute.autovec_copy(vector, _vector(mine, i))
-    barrier.sync_numbered(number, WARPGROUP)
-    if thread == 0:
-        counter = counters.iterator + (tile * groups + group)
-        before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-        answer[group] = before
-        if before == splits - 1:
-            counters[tile * groups + group] = Int32(0)
-    barrier.sync_numbered(number, WARPGROUP)
-    last = Boolean(answer[group] == splits - 1)
-    if last:
-        sums.fill(Float32(0.0))
-        for s in cutlass.range(splits, unroll=1):
-            source = parts.iterator + first + Int64(s) * stride
+    size = const_expr(cute.size(sums) // shares)
+    mine = cute.make_rmem_tensor(size, Float32)
+    mine.fill(Float32(0.0))
+    phase = Phase(at.group, turn & 1)
+    if turn > 0:  # their inboxes are free again
+        barrier.wait(inbox.read, Phase(at.group, (turn - 1) & 1))
+    for share in cutlass.range_constexpr(shares):
+        if at.part == share:
+            for i in cutlass.range_constexpr(size):
+                mine[i] = sums[share * size + i]
+        else:
+            sender = (at.part - share - 1 + splits) % splits
+            target = inbox.sums[None, at.thread, None, sender, at.group]
+            peer = at.first + share * at.step
             for i in cutlass.range_constexpr(size // VECTOR):
-                cute.autovec_copy(_vector(source, i), vector)
+                _send(
+                    sums, share * size + i * VECTOR, target[None, i], inbox.arrived + at.group, peer
+                )
+    if at.part < shares:
+        if at.thread < WARP:
+            num_bytes = const_expr((splits - 1) * size * WARPGROUP * Float32.width // 8)
+            barrier.expect_bytes(inbox.arrived, phase, Int32(num_bytes))
+        barrier.wait(inbox.arrived, phase)
+        vector = cute.make_rmem_tensor(VECTOR, Float32)
+        for sender in cutlass.range_constexpr(splits - 1):
+            for i in cutlass.range_constexpr(size // VECTOR):
+                source = inbox.sums[None, at.thread, i, sender, at.group]
+                cute.autovec_copy(source, vector)
                 for v in cutlass.range_constexpr(VECTOR):
-                    sums[i * VECTOR + v] = sums[i * VECTOR + v] + vector[v]
-    return last
+                    mine[i * VECTOR + v] = mine[i * VECTOR + v] + vector[v]
+        for other in cutlass.range_constexpr(splits):
+            barrier.arrive(inbox.read, phase, at.first + other * at.step)
+    return mine
 
 
-def _vector(pointer: cute.Pointer, i: int) -> cute.Tensor:
-    """A thread's vector number i; neighbours have neighbouring ones."""
-    start = (pointer + i * VECTOR * WARPGROUP).align(16)
-    return cute.make_tensor(start, cute.make_layout(VECTOR))
+def _send(
+    sums: cute.Tensor, first: int, target: cute.Tensor, mbar: cute.Pointer, peer: Int32
+) -> None:
+    """Four sums to the same place of a peer's inbox."""
+    bits = tuple(sums[first + v].bitcast(Int32) for v in range(VECTOR))
+    pointer = target.iterator.align(VECTOR * Float32.width // 8)
+    cute.arch.store_async_dsmem(pointer, bits, mbar, peer)
