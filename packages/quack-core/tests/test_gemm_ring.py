@@ -53,6 +53,7 @@ class Simulation:
         self.reading = {c: [0] * stages for c in self.ctas}
         self.turn = {c: [0, 0] for c in self.ctas}  # arrivals at the two named barriers
         self.copies, self.read = [], 0
+        self.working = dict.fromkeys(self.ctas, 1 + groups)  # agents
 
     def row(self, cta):
         return [c for c in self.ctas if c[0] == cta[0]]
@@ -74,6 +75,9 @@ class Simulation:
                         self.copies.append((receiver, stage, (name, cta), (tile, k)))
                     yield
                 stage, parity = self.next(stage, parity)
+        for _ in range(self.stages):  # the CTA may leave when all peers have read what it loaded
+            yield partial(self.empty[cta][stage].passed, parity)
+            stage, parity = self.next(stage, parity)
 
     def land(self, receiver, stage, part, contents):
         assert not self.reading[receiver][stage], "a stage is overwritten while it is read"
@@ -90,6 +94,7 @@ class Simulation:
     def release(self, cta, stage):
         self.reading[cta][stage] -= 1
         for loader in {*self.row(cta), *self.column(cta)}:
+            assert self.working[loader], "a CTA is told something that has left"
             self.empty[loader][stage].update(arrivals=1)
             yield
 
@@ -134,8 +139,9 @@ class Simulation:
             self.turn[cta][group] -= 1
 
     def run(self):
-        agents = [self.load(c) for c in self.ctas]
-        agents += [self.multiply(c, g) for c in self.ctas for g in range(self.groups)]
+        owners = {self.load(c): c for c in self.ctas}
+        owners |= {self.multiply(c, g): c for c in self.ctas for g in range(self.groups)}
+        agents = list(owners)
         speed = {agent: self.random.choice((1, 1, 5, 25)) for agent in agents}
         waiting = dict.fromkeys(agents)
         while waiting or self.copies:
@@ -149,6 +155,7 @@ class Simulation:
                 waiting[agent] = next(agent)
             except StopIteration:
                 del waiting[agent]
+                self.working[owners[agent]] -= 1
         assert all(turns == [0, 0] for turns in self.turn.values())
         assert self.read == sum(self.counts) * len(self.ctas) * (
             1 if self.pingpong else self.groups
@@ -178,6 +185,18 @@ def test_the_model_notices_a_stage_that_is_released_too_early():
 
     with pytest.raises(AssertionError, match="deadlock"):
         Early((2, 1), 2, 1, False, [6], 0).run()
+
+
+def test_the_model_notices_a_cta_that_leaves_too_early():
+    class Early(Simulation):
+        def load(self, cta):
+            steps = super().load(cta)
+            for _ in range(sum(self.counts) * 4):  # all but the waits at the end
+                yield next(steps)
+
+    with pytest.raises(AssertionError, match="that has left"):
+        for seed in range(20):
+            Early((2, 1), 4, 1, False, [6], seed).run()
 
 
 def test_the_model_notices_a_missing_turn():

@@ -22,28 +22,33 @@ Source: H100 data sheet, 989 TFLOP/s dense in bf16 at 1.83 GHz on 132 SMs."""
 SHARED_BYTES = 128
 """That the tensor cores read from shared memory per cycle. Source: CUDA programming guide."""
 
-# The others are fitted: times of all candidates on 24 random shapes on one H200, at 1755 MHz, by
-# ``python -m benchmarks sweep gemm_small --shapes random:2:24``; no shape of a suite is among them.
-LAUNCH_CYCLES = 4300
+# The others are fitted to times of all candidates for 31 random shapes on one H200, as cycles of
+# 1755 MHz (``python -m benchmarks sweep gemm_small --shapes random:2:24`` and like it); no shape of a
+# suite is among them.
+LAUNCH_CYCLES = 4550
 """Launch, first loads, and the last store's way to memory."""
-CLUSTER_CYCLES = 450
-"""More, where CTAs of a cluster wait for one another."""
-PORT_BYTES = 110
+PORT_BYTES = 66
 """Into an SM's shared memory per cycle."""
-L2_BYTES = 7400
+L2_BYTES = 5500
 """Out of L2 per cycle."""
-DRAM_BYTES = 2600
+DRAM_BYTES = 2650
 """Per cycle."""
-STEP_CYCLES = 28
+STEP_CYCLES = 50
 """Of a stage, beside its products."""
-STORE_RATE = 5
+SHARED_TILE = 1.09
+"""How much longer warpgroups multiply that begin and end together."""
+STORE_RATE = 9.5
 """Sums per cycle that the warpgroups of an SM round, write and store."""
-TURN_CYCLES = 360
+TURN_CYCLES = 590
 """From one warpgroup's products to the other one's."""
-EXCHANGE_CYCLES = 1000
-"""Of a tile whose K is split, however small."""
-EXCHANGE_BYTES = 32
+EXCHANGE_BYTES = 13.6
 """Per cycle from an SM to others of its cluster."""
+STEEP = 4
+"""How little the lesser of the limits of a stage count, as an exponent."""
+RESIDENT = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+"""Clusters of so many CTAs at a time on ``SMS`` SMs: each stays in a group of SMs, of 16 or 18.
+Source: quack_core.occupancy on the H200."""
+SMS = 132
 
 
 SPLITS = (1, 2, 3, 4, 6, 8)
@@ -121,7 +126,7 @@ def _all(spec: GemmSpec) -> Iterator[GemmConfig]:
                     continue
                 yield GemmConfig(tile_m, tile_n, cluster_m, cluster_n, pingpong)
     if not (spec.gated or spec.doubled):
-        for tile_n in (16, 32, 64, 96, 128):  # rows of a as columns
+        for tile_n in (16, 32, 48, 64, 80, 96, 128, 160, 192, 256):  # rows of a as columns
             for tile_m in (64, 128):
                 for cluster_m in (1, 2):
                     for split_k in SPLITS:
@@ -155,27 +160,29 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     valid_n = min(1, cols / (down * config.tile_n * config.cluster_n))
     loaded = config.tile_m * valid_m / config.cluster_n + config.tile_n * valid_n / config.cluster_m
     steps = math.ceil(math.ceil(problem.k / config.tile_k(spec)) / config.split_k)
-    step = math.hypot(_multiply(config, spec), config.stage_bytes(spec) / PORT_BYTES)
+    multiply, port = _multiply(config, spec), config.stage_bytes(spec) / PORT_BYTES
     store = _store(config, spec)
 
     def round_of(count: int) -> float:
         """So many clusters at a time, a tile each."""
         from_l2 = loaded * SWIZZLE_BYTES * count * config.cluster / L2_BYTES
         from_dram = _traffic(problem) * count / clusters / DRAM_BYTES
-        body = math.hypot(steps * (STEP_CYCLES + math.hypot(step, from_l2)), from_dram)
+        step = (multiply**STEEP + port**STEEP + from_l2**STEEP) ** (1 / STEEP)
+        body = math.hypot(steps * (STEP_CYCLES + step), from_dram)
         return max(body + TURN_CYCLES, store) if config.pingpong else body + store
 
-    resident = max(1, problem.sms // config.cluster)
+    resident = max(1, RESIDENT[config.cluster] * problem.sms // SMS)
     full, rest = divmod(clusters, resident)
     total = full * round_of(resident) + (round_of(rest) if rest else 0)
     total += store if config.pingpong else 0  # nothing is multiplied beside the last one
-    return total + LAUNCH_CYCLES + (CLUSTER_CYCLES if config.cluster > 1 else 0)
+    return total + LAUNCH_CYCLES
 
 
 def _multiply(config: GemmConfig, spec: GemmSpec) -> float:
     """Of a stage: as fast as the tensor cores multiply, or as they get their operands."""
     rate = FMA_PER_CYCLE * 16 / dtypes.width(spec.a)
     multiply = config.tile_m * config.tile_n * config.tile_k(spec) / rate
+    multiply *= 1 if config.pingpong else SHARED_TILE
     instructions = config.tile_m // ATOM_M * (config.tile_k(spec) * dtypes.width(spec.a) // 256)
     read = instructions * (ATOM_M + config.tile_n) * 32 / SHARED_BYTES
     return max(multiply, read)
@@ -188,7 +195,7 @@ def _store(config: GemmConfig, spec: GemmSpec) -> float:
         return sums / STORE_RATE * len(spec.outputs)
     sent = sums * 4 * (config.split_k - 1) / config.split_k
     own = sums / config.shares(spec)
-    return EXCHANGE_CYCLES + sent / EXCHANGE_BYTES + own / STORE_RATE * len(spec.outputs)
+    return sent / EXCHANGE_BYTES + own / STORE_RATE * len(spec.outputs)
 
 
 def _traffic(problem: Problem) -> float:

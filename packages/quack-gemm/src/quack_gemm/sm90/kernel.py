@@ -222,9 +222,6 @@ class GemmSm90:
                 clusters,
                 who,
             )
-        if const_expr(config.cluster > 1):  # no CTA leaves while another one signals it
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
     def _stages(self, smem, dtype, layout):
         """Room for stages of a swizzled layout."""
@@ -297,6 +294,8 @@ class GemmSm90:
                 phase = barrier.next_phase(phase, self.stages)
             ahead = Int32(0)
             work += step
+        if const_expr(self.config.cluster > 1):
+            ring.drain(barriers, phase, self.stages)
 
     def _matrices_of(self, matrix: Int32) -> tuple[Int32, Int32]:
         """Which matrix of each operand belongs to one of D's."""
@@ -384,6 +383,8 @@ class GemmSm90:
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
             if who.group == tiles % 2:
                 barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
+        if const_expr(config.split_k > 1):
+            split.drain(inbox, who.group, done)
         if who.thread < WARP:
             tma.bulk_wait_read(0)
 

@@ -89,6 +89,21 @@ def fill(
 
 
 @cute.jit
+def drain(ring: Ring, phase: Phase, stages: cutlass.Constexpr[int]) -> None:
+    """Wait until all that this CTA has loaded is read, by its peers as well: then none of them signals
+    it any more, and it may leave.
+
+    Threads: all lanes of the warp that filled the stages.
+
+    Args:
+        phase: behind the last stage.
+    """
+    for _ in cutlass.range(stages, unroll=1):
+        barrier.wait(ring.empty, phase)
+        phase = barrier.next_phase(phase, stages)
+
+
+@cute.jit
 def fill_ahead(
     ring: Ring,
     early: tma.Tiles,

@@ -116,7 +116,7 @@ def exchange(
     mine.fill(Float32(0.0))
     phase = Phase(at.group, turn & 1)
     if turn > 0:  # their inboxes are free again
-        barrier.wait(inbox.read, Phase(at.group, (turn - 1) & 1))
+        drain(inbox, at.group, turn)
     for share in cutlass.range_constexpr(shares):
         if at.part == share:
             for i in cutlass.range_constexpr(size):
@@ -144,6 +144,15 @@ def exchange(
         for other in cutlass.range_constexpr(splits):
             barrier.arrive(inbox.read, phase, at.first + other * at.step)
     return mine
+
+
+def drain(inbox: Inbox, group: Int32, turn: Int32) -> None:
+    """Wait until all have read what this CTA sent them: then it may send more, or leave.
+
+    Args:
+        turn: how many tiles there were, at least one.
+    """
+    barrier.wait(inbox.read, Phase(group, (turn - 1) & 1))
 
 
 def _send(
