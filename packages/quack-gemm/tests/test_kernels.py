@@ -31,7 +31,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
         found.append(Kernel(module, spec, config, target))
         return lambda *operands: None
 
-    sms = types.SimpleNamespace(multi_processor_count=kernels.SMS)
+    sms = types.SimpleNamespace(multi_processor_count=kernels.SMS, major=9, minor=0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: sms)
     monkeypatch.setattr(arch, "detect", lambda *_: SM90)

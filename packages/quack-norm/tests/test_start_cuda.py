@@ -85,6 +85,8 @@ def test_first_call_of_a_process(tmp_path: Path) -> None:
     answers = [run(FIRST_CALL, QUACK_CACHE_DIR=str(tmp_path)) for _ in range(4)]
     assert [(a["dsl"], a["compiled"]) for a in answers] == [(True, 1), *[(False, 0)] * 3]
     assert max(a["error"] for a in answers) < 4e-3
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("all is right but the time, which needs a machine of its own: run without -n")
     assert min(a["ms"] for a in answers[1:]) <= START_MS
 
 

@@ -56,7 +56,7 @@ def gemm(
             columns 2i and 2i + 1 of ``b`` are gate and up of column i of the result.
         scale_a: of quantised operands: a number, a float32 tensor of one element or of (M, 1).
         scale_b: likewise, or of (1, N).
-        split_k: CTAs that have parts of each tile's K (1, 2, 3, 4, 6 or 8); chosen by a rule if None.
+        split_k: CTAs that have parts of each tile's K (1, 2, 4 or 8); chosen by a rule if None.
             Their sums are added in order, so the bits do not depend on timing.
         config: how to compute it, ``split_k`` included; chosen by a rule if None.
 
