@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 PURE = {
+    "quack_blockscaled.formats",
     "quack_core",
     "quack_core.__about__",
     "quack_core.arch",

@@ -67,6 +67,7 @@ def test_named_sessions_exist(root, documents):
 USED = [
     "README.md",
     "docs/guides/start-at-once.md",
+    "packages/quack-blockscaled/README.md",
     "packages/quack-gemm/README.md",
     "packages/quack-norm/README.md",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("quack-core", "quack-gemm", "quack-norm")
+PACKAGES = ("quack-blockscaled", "quack-core", "quack-gemm", "quack-norm")
 
 
 @pytest.fixture(scope="module")
