@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 
 PURE = {
     "quack_blockscaled.formats",
+    "quack_blockscaled.record",
+    "quack_blockscaled.sizes",
     "quack_core",
     "quack_core.__about__",
     "quack_core.arch",

@@ -1,3 +1,80 @@
-"""Block-scaled formats (MX, NVFP4, FP8 blocks), their quantisers and products."""
+"""Block-scaled formats (MX, NVFP4, FP8 blocks) and their quantisers."""
+
+import importlib
+from typing import TYPE_CHECKING
 
 from quack_blockscaled.__about__ import __version__ as __version__
+
+if TYPE_CHECKING:
+    from quack_blockscaled.api import dequantize as dequantize
+    from quack_blockscaled.api import quantize as quantize
+    from quack_blockscaled.api import supports as supports
+    from quack_blockscaled.files import load_file as load_file
+    from quack_blockscaled.files import save_file as save_file
+    from quack_blockscaled.formats import FP8_BLOCK_1X128 as FP8_BLOCK_1X128
+    from quack_blockscaled.formats import FP8_BLOCK_128X128 as FP8_BLOCK_128X128
+    from quack_blockscaled.formats import MXFP4 as MXFP4
+    from quack_blockscaled.formats import MXFP6_E2M3 as MXFP6_E2M3
+    from quack_blockscaled.formats import MXFP6_E3M2 as MXFP6_E3M2
+    from quack_blockscaled.formats import MXFP8_E4M3 as MXFP8_E4M3
+    from quack_blockscaled.formats import MXFP8_E5M2 as MXFP8_E5M2
+    from quack_blockscaled.formats import NVFP4 as NVFP4
+    from quack_blockscaled.formats import BlockFormat as BlockFormat
+    from quack_blockscaled.formats import ElementFormat as ElementFormat
+    from quack_blockscaled.formats import ScaleFormat as ScaleFormat
+    from quack_blockscaled.tensor import BlockScaledTensor as BlockScaledTensor
+
+# Each public name and its module, imported on first use: those who want only a format, on a machine
+# without torch, do not pay for the rest.
+_HOME = {
+    "FP8_BLOCK_128X128": "quack_blockscaled.formats",
+    "FP8_BLOCK_1X128": "quack_blockscaled.formats",
+    "MXFP4": "quack_blockscaled.formats",
+    "MXFP6_E2M3": "quack_blockscaled.formats",
+    "MXFP6_E3M2": "quack_blockscaled.formats",
+    "MXFP8_E4M3": "quack_blockscaled.formats",
+    "MXFP8_E5M2": "quack_blockscaled.formats",
+    "NVFP4": "quack_blockscaled.formats",
+    "BlockFormat": "quack_blockscaled.formats",
+    "BlockScaledTensor": "quack_blockscaled.tensor",
+    "ElementFormat": "quack_blockscaled.formats",
+    "ScaleFormat": "quack_blockscaled.formats",
+    "dequantize": "quack_blockscaled.api",
+    "load_file": "quack_blockscaled.files",
+    "quantize": "quack_blockscaled.api",
+    "save_file": "quack_blockscaled.files",
+    "supports": "quack_blockscaled.api",
+}
+
+__all__ = [
+    "FP8_BLOCK_1X128",
+    "FP8_BLOCK_128X128",
+    "MXFP4",
+    "MXFP6_E2M3",
+    "MXFP6_E3M2",
+    "MXFP8_E4M3",
+    "MXFP8_E5M2",
+    "NVFP4",
+    "BlockFormat",
+    "BlockScaledTensor",
+    "ElementFormat",
+    "ScaleFormat",
+    "__version__",
+    "dequantize",
+    "load_file",
+    "quantize",
+    "save_file",
+    "supports",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # the next look-up finds it without a call
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,143 @@
+"""The public functions."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quack_core import arch as arches
+from quack_core import torch_op
+from quack_core.arch import Arch
+from quack_core.errors import DTypeError, ShapeError, UnsupportedError
+
+from . import operators, reference, scales, sizes
+from .formats import BlockFormat
+from .tensor import BlockScaledTensor, check_tensor_scale
+
+OPERATORS = ("quantize", "dequantize", "matmul")
+"""What is built somewhere, or planned."""
+
+
+def quantize(
+    x: Tensor,
+    format: BlockFormat,
+    *,
+    dim: int = -1,
+    scale_rounding: str = "rceil",
+    element_rounding: str = "nearest-even",
+    seed: int | None = None,
+    per_tensor_scale: float | Tensor | None = None,
+) -> BlockScaledTensor:
+    """``x`` in a block-scaled format: a scale for each block, and elements divided by it.
+
+    CPU tensors run the reference; meta and fake tensors give shapes.
+
+    Args:
+        x: any shape of at least one dimension: float32, bfloat16 or float16. Blocked dimensions are
+            multiples of the block.
+        format: such as `quack_blockscaled.MXFP8_E4M3`, or one of your own.
+        dim: along which blocks lie; blocks of several rows have them along the other one of the last
+            two dimensions.
+        scale_rounding: how scales that are powers of two come from the block's maximum: "rceil"
+            (NVIDIA's rule), "floor" (OCP's), "ceil" or "even"; scales of other kinds know "rceil" only.
+        element_rounding: "nearest-even" or "stochastic".
+        seed: of stochastic rounding, which needs one; the same seed gives the same bits.
+        per_tensor_scale: a number, or a float32 tensor of one element on the device of ``x``, by
+            which ``x`` is divided first, of a format that has one; 1 if None.
+
+    Returns:
+        A `BlockScaledTensor` of the shape of ``x``.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: name operand, dimension, found and needed value.
+        UnsupportedError: an unknown rule; on a GPU there is no kernel yet: names the way out.
+    """
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"quantize: x is {type(x).__name__}: it must be a tensor")
+    torch_op.check_dtype("quantize", "x", x.dtype)
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(f"quantize: dim is {dim}: x has {x.dim()} dimensions")
+    dim -= x.dim() if dim >= 0 else 0
+    sizes.check("quantize: x", x.shape, format, dim)
+    scales.check_rule(format, scale_rounding)
+    _check_rounding(element_rounding, seed)
+    tensor_scale = _tensor_scale(x, format, per_tensor_scale)
+    values, found = operators.quantize(
+        x, format, dim, scale_rounding, element_rounding, seed, tensor_scale
+    )
+    return BlockScaledTensor(values, found, format, dim, tensor_scale, x.dtype)
+
+
+def dequantize(x: BlockScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As `BlockScaledTensor.dequantize`."""
+    if not isinstance(x, BlockScaledTensor):
+        raise DTypeError(f"dequantize: x is {type(x).__name__}: it must be a BlockScaledTensor")
+    return x.dequantize(dtype)
+
+
+def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
+    """Whether an operator is built for an architecture and a format.
+
+    What is not raises UnsupportedError when it is called; nothing slow takes its place.
+
+    Args:
+        op: one of `OPERATORS`.
+        arch: ``"cpu"``, an `Arch`, or a name as of `quack_core.arch.get`.
+        format: any.
+
+    Raises:
+        UnsupportedError: no such operator.
+        ArchError: no such architecture.
+        DTypeError: ``format`` is no `BlockFormat`.
+    """
+    if op not in OPERATORS:
+        raise UnsupportedError(f"operator {op!r} is unknown", f"known: {', '.join(OPERATORS)}")
+    if not isinstance(format, BlockFormat):
+        raise DTypeError(f"supports: format is {type(format).__name__}: it must be a BlockFormat")
+    if arch == "cpu":
+        return op in ("quantize", "dequantize")
+    if not isinstance(arch, Arch):
+        arches.get(arch)
+    return False  # no kernels yet
+
+
+def _check_rounding(rounding: str, seed: int | None) -> None:
+    """That a rounding of elements is known, and has a seed if and only if it is random."""
+    if rounding not in reference.ROUNDINGS:
+        raise UnsupportedError(
+            f"quantize: element_rounding is {rounding!r}",
+            f"it must be one of {', '.join(reference.ROUNDINGS)}",
+        )
+    if (seed is not None) != (rounding == "stochastic"):
+        raise UnsupportedError(
+            f"quantize: element_rounding is {rounding!r}, seed is {seed}",
+            "'stochastic' needs a seed, 'nearest-even' has none",
+        )
+    if seed is not None and not 0 <= seed < 2**63:
+        raise UnsupportedError(f"quantize: seed is {seed}", "it must be 0 to 2**63 - 1")
+
+
+def _tensor_scale(x: Tensor, format: BlockFormat, given: float | Tensor | None) -> Tensor | None:
+    """The per-tensor scale that is stored with the operand: absent means exactly 1."""
+    if not format.per_tensor:
+        if given is not None:
+            raise UnsupportedError(
+                "quantize: per_tensor_scale was given",
+                f"{format.name} has none",
+                "divide x by it, or use a format that has one",
+            )
+        return None
+    if isinstance(given, Tensor):
+        if given.numel() != 1:
+            raise ShapeError(
+                f"quantize: per_tensor_scale has the shape {tuple(given.shape)}: it must be ()"
+            )
+        given = given.detach().reshape(())
+        check_tensor_scale("quantize: per_tensor_scale", given, x.device)
+        return given
+    number = 1.0 if given is None else float(given)
+    if not 0 < number < math.inf:
+        raise UnsupportedError(
+            f"quantize: per_tensor_scale is {number}", "it must be a positive number, and no Inf"
+        )
+    return x.new_full((), number, dtype=torch.float32)

@@ -1,0 +1,153 @@
+"""Quantisers as registered operators: what torch.compile, export, fake tensors and the CPU see.
+
+A format crosses torch's dispatcher as text, from which it is made again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quack_core import torch_op
+from quack_core.errors import UnsupportedError
+
+from . import record, reference, sizes
+from .formats import BlockFormat
+
+_LIBRARY = torch.library.Library("quack_blockscaled", "FRAGMENT")
+
+
+def quantize(
+    x: Tensor,
+    format: BlockFormat,
+    dim: int,
+    scale_rounding: str,
+    element_rounding: str,
+    seed: int | None,
+    tensor_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Values and scales; arguments as of `quack_blockscaled.quantize`, checked."""
+    found: tuple[Tensor, Tensor] = quantize_fwd(
+        x, tensor_scale, record.text(format), dim, scale_rounding, element_rounding, seed
+    )
+    return found
+
+
+def dequantize(
+    values: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    format: BlockFormat,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Parts of a `BlockScaledTensor` as numbers."""
+    found: Tensor = dequantize_fwd(values, scales, tensor_scale, record.text(format), dim, dtype)
+    return found
+
+
+def _quantize_cpu(
+    x: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dim: int,
+    scale_rounding: str,
+    element_rounding: str,
+    seed: int | None,
+) -> tuple[Tensor, Tensor]:
+    values, scales, _ = reference.quantize(
+        x,
+        record.parse(format),
+        dim=dim,
+        scale_rounding=scale_rounding,
+        element_rounding=element_rounding,
+        seed=seed,
+        per_tensor_scale=tensor_scale,
+    )
+    return values, scales
+
+
+def _quantize_fake(
+    x: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dim: int,
+    scale_rounding: str,
+    element_rounding: str,
+    seed: int | None,
+) -> tuple[Tensor, Tensor]:
+    kind = record.parse(format)
+    values = sizes.values_shape(x.shape, kind, dim)
+    scales = sizes.scales_shape(x.shape, kind, dim)
+    return (
+        x.new_empty(values, dtype=getattr(torch, kind.element.dtype)),
+        x.new_empty(scales, dtype=getattr(torch, kind.scale.dtype)),
+    )
+
+
+def _dequantize_cpu(
+    values: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return reference.dequantize(
+        values, scales, record.parse(format), dim=dim, per_tensor_scale=tensor_scale, dtype=dtype
+    )
+
+
+def _dequantize_fake(
+    values: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return values.new_empty(sizes.shape(values.shape, record.parse(format), dim), dtype=dtype)
+
+
+def _without_kernel(name: str) -> Callable[..., Any]:
+    """The implementation on CUDA devices: there is none yet, and nothing slow takes its place."""
+
+    def refuse(x: Tensor, *_: Any) -> None:
+        raise UnsupportedError(
+            f"{name}: the operand is on {x.device}",
+            "there is no kernel for any GPU yet",
+            "call .cpu() on it first: CPU tensors run the reference",
+        )
+
+    return refuse
+
+
+def _no_gradient(name: str) -> Callable[..., None]:
+    def backward(ctx: Any, *_: Any) -> None:
+        raise UnsupportedError(
+            f"{name}: a gradient was asked for", "it has none", "use torch.no_grad() or .detach()"
+        )
+
+    return backward
+
+
+quantize_fwd = torch_op.register(
+    _LIBRARY,
+    "quantize_fwd(Tensor x, Tensor? tensor_scale, str format, int dim, str scale_rounding, "
+    "str element_rounding, SymInt? seed) -> (Tensor, Tensor)",
+    cpu=_quantize_cpu,
+    cuda=_without_kernel("quantize"),
+    fake=_quantize_fake,
+    backward=_no_gradient("quantize"),
+)
+
+dequantize_fwd = torch_op.register(
+    _LIBRARY,
+    "dequantize_fwd(Tensor values, Tensor scales, Tensor? tensor_scale, str format, int dim, "
+    "ScalarType dtype) -> Tensor",
+    cpu=_dequantize_cpu,
+    cuda=_without_kernel("dequantize"),
+    fake=_dequantize_fake,
+    backward=_no_gradient("dequantize"),
+)
