@@ -54,6 +54,8 @@ def quantize(
     """
     if not isinstance(x, Tensor):
         raise DTypeError(f"quantize: x is {type(x).__name__}: it must be a tensor")
+    if not isinstance(format, BlockFormat):
+        raise DTypeError(f"quantize: format is {type(format).__name__}: it must be a BlockFormat")
     torch_op.check_dtype("quantize", "x", x.dtype)
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(f"quantize: dim is {dim}: x has {x.dim()} dimensions")

@@ -41,6 +41,7 @@ def save_file(
     """
     records: dict[str, Any] = {}
     parts: dict[str, Tensor] = {}
+    written: set[int] = set()
     for name, tensor in tensors.items():
         named = {name: tensor} if isinstance(tensor, Tensor) else _named(name, tensor)
         if isinstance(tensor, BlockScaledTensor):
@@ -49,7 +50,10 @@ def save_file(
         for key, part in named.items():
             if key in parts:
                 raise LayoutError(f"save_file: {key!r} would be written twice: rename {name!r}")
-            parts[key] = part.detach().contiguous()
+            part = part.detach().contiguous()
+            # Tensors of a file may not share memory: what was written already is copied.
+            parts[key] = part.clone() if _memory(part) in written else part
+            written.add(_memory(part))
     if metadata and KEY in metadata:
         raise LayoutError(f"save_file: metadata has the key {KEY!r}: it is ours; rename it")
     described = json.dumps({"version": VERSION, "tensors": records}, sort_keys=True)
@@ -91,6 +95,10 @@ def load_file(
             ) from None
         found[name] = BlockScaledTensor(format=format, dim=dim, dtype=dtype, **given)
     return {**parts, **found}
+
+
+def _memory(part: Tensor) -> int:
+    return part.untyped_storage().data_ptr()
 
 
 def _named(name: str, tensor: BlockScaledTensor) -> dict[str, Tensor]:

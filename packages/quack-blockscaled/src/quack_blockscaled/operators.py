@@ -110,7 +110,7 @@ def _dequantize_fake(
     return values.new_empty(sizes.shape(values.shape, record.parse(format), dim), dtype=dtype)
 
 
-def _without_kernel(name: str) -> Callable[..., Any]:
+def without_kernel(name: str) -> Callable[..., Any]:
     """The implementation on CUDA devices: there is none yet, and nothing slow takes its place."""
 
     def refuse(x: Tensor, *_: Any) -> None:
@@ -137,7 +137,7 @@ quantize_fwd = torch_op.register(
     "quantize_fwd(Tensor x, Tensor? tensor_scale, str format, int dim, str scale_rounding, "
     "str element_rounding, SymInt? seed) -> (Tensor, Tensor)",
     cpu=_quantize_cpu,
-    cuda=_without_kernel("quantize"),
+    cuda=without_kernel("quantize"),
     fake=_quantize_fake,
     backward=_no_gradient("quantize"),
 )
@@ -147,7 +147,7 @@ dequantize_fwd = torch_op.register(
     "dequantize_fwd(Tensor values, Tensor scales, Tensor? tensor_scale, str format, int dim, "
     "ScalarType dtype) -> Tensor",
     cpu=_dequantize_cpu,
-    cuda=_without_kernel("dequantize"),
+    cuda=without_kernel("dequantize"),
     fake=_dequantize_fake,
     backward=_no_gradient("dequantize"),
 )
