@@ -10,6 +10,7 @@ import torch
 from quack_gemm import gemm
 from quack_norm import LayerNorm, QuackRMSNorm, RMSNorm, layernorm, rmsnorm
 from quack_norm import cross_entropy, log_softmax, softmax, topk
+from quack_blockscaled import NVFP4, quantize
 x = torch.randn(3, 4, 40, requires_grad=True)
 weight = torch.randn(40, requires_grad=True)
 out, stored = rmsnorm(x, weight, weight, residual=x, prenorm=True)
@@ -18,6 +19,7 @@ layernorm(x, weight, weight, residual=x).sum().backward()
 cross_entropy(softmax(x, 1) + log_softmax(x), torch.zeros(3, 40, dtype=torch.long)).backward()
 topk(x, 5, softmax=True)[0].square().sum().backward()
 gemm(x.detach().bfloat16(), weight.detach().bfloat16()[:, None], alpha=2.0, activation="silu")
+quantize(x.detach()[..., :32], NVFP4).mT[..., :2].dequantize()
 for module in (RMSNorm(40), QuackRMSNorm(dim=40), LayerNorm(40)):
     module(x).square().sum().backward()
 """
@@ -56,6 +58,7 @@ def test_pure_modules_load_nothing_heavy(fresh_python):
     code = f"""
 import quack_core.arch, quack_core.dtypes, quack_core.env, quack_core.errors
 import quack_core.gemm.epilogue, quack_core.layout.algebra, quack_core.reduction.tiling
+import quack_blockscaled.formats, quack_blockscaled.record, quack_blockscaled.sizes
 import quack_gemm.config, quack_gemm.heuristic, quack_gemm.spec
 import quack_norm.ops.rmsnorm.config, quack_norm.ops.rmsnorm.rules, quack_norm.ops.rmsnorm.spec
 result = [name for name in {HEAVY} if name in sys.modules]
@@ -67,6 +70,7 @@ def test_every_public_name_costs_at_most_300_ms_beyond_torch(fresh_python):
     code = """
 import time, torch
 start = time.process_time()
+from quack_blockscaled import BlockScaledTensor, dequantize, load_file, quantize, save_file, supports
 from quack_gemm import gemm
 from quack_norm import LayerNorm, QuackRMSNorm, RMSNorm, layernorm, rmsnorm
 from quack_norm import cross_entropy, log_softmax, softmax, topk
@@ -80,6 +84,7 @@ result = time.process_time() - start
     "code",
     [
         pytest.param(
+            "from quack_blockscaled import BlockScaledTensor, dequantize, load_file, quantize\n"
             "from quack_gemm import gemm\n"
             "from quack_norm import LayerNorm, QuackRMSNorm, RMSNorm, layernorm, rmsnorm\n"
             "from quack_norm import cross_entropy, log_softmax, softmax, topk",
@@ -101,7 +106,9 @@ result = [name for name in heavy if name in loaded], torch.cuda.is_initialized()
 
 
 @pytest.mark.parametrize(
-    "code", ["import quack_gemm.api, quack_norm, quack_norm.nn", CALLS], ids=["import", "call"]
+    "code",
+    ["import quack_blockscaled.files, quack_gemm.api, quack_norm, quack_norm.nn", CALLS],
+    ids=["import", "call"],
 )
 def test_nothing_of_torch_is_patched(fresh_python, code):
     found = fresh_python(f"""
@@ -121,8 +128,8 @@ def test_nothing_of_the_dsl_is_patched_by_kernels(fresh_python):
 {SNAPSHOT}
 import cutlass, cutlass.cute, cutlass.cute.runtime
 taken = callables("cutlass")
-import importlib, pkgutil, quack_core, quack_gemm, quack_norm
-for package in (quack_core, quack_gemm, quack_norm):
+import importlib, pkgutil, quack_blockscaled, quack_core, quack_gemm, quack_norm
+for package in (quack_blockscaled, quack_core, quack_gemm, quack_norm):
     for each in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not each.name.endswith((".plugin", ".jax")):
             importlib.import_module(each.name)

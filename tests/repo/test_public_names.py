@@ -55,7 +55,33 @@ def test_gemm_exports_exactly_the_promised_names(fresh_python):
     assert set(found[0]) <= set(found[1])
 
 
-@pytest.mark.parametrize("package", ["quack_gemm", "quack_norm"])
+def test_blockscaled_exports_exactly_the_promised_names(fresh_python):
+    code = "import quack_blockscaled\nresult = quack_blockscaled.__all__, dir(quack_blockscaled)"
+    found = fresh_python(code)
+    assert found[0] == [
+        "FP8_BLOCK_1X128",
+        "FP8_BLOCK_128X128",
+        "MXFP4",
+        "MXFP6_E2M3",
+        "MXFP6_E3M2",
+        "MXFP8_E4M3",
+        "MXFP8_E5M2",
+        "NVFP4",
+        "BlockFormat",
+        "BlockScaledTensor",
+        "ElementFormat",
+        "ScaleFormat",
+        "__version__",
+        "dequantize",
+        "load_file",
+        "quantize",
+        "save_file",
+        "supports",
+    ]
+    assert set(found[0]) <= set(found[1])
+
+
+@pytest.mark.parametrize("package", ["quack_blockscaled", "quack_gemm", "quack_norm"])
 def test_an_unknown_name_raises_attribute_error(fresh_python, package):
     code = f"""
 import {package}
@@ -73,12 +99,13 @@ def after_importing_everything(fresh_python) -> dict:
 {IMPORT_ALL}
 import types
 import torch
-import quack_core, quack_gemm, quack_norm
+import quack_blockscaled, quack_core, quack_gemm, quack_norm
 before = {{
     (package, name): getattr(package, name)
-    for package in (quack_gemm, quack_norm)
+    for package in (quack_blockscaled, quack_gemm, quack_norm)
     for name in package.__all__
 }}
+import_all(quack_blockscaled)
 import_all(quack_core)
 import_all(quack_gemm)
 import_all(quack_norm)
@@ -96,7 +123,12 @@ gated = silu(both[:, ::2]) * both[:, 1::2]
 wanted = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
 plain = torch.nn.functional.rms_norm(x, (24,), None, 1e-6)
 centred = torch.nn.functional.layer_norm(x, (24,), weight)
+whole = square.abs().ceil().repeat(1, 32)  # up to 16 such numbers lose nothing
+blocks = quack_blockscaled.quantize(whole, quack_blockscaled.MXFP8_E4M3)
+scales = blocks.scales.float().repeat_interleave(32, 1)
 outcomes = {{
+    "quantize": (blocks.values.float() * scales, whole),
+    "dequantize": (quack_blockscaled.dequantize(blocks), whole),
     "rmsnorm": (quack_norm.rmsnorm(x, weight), wanted),
     "RMSNorm": (quack_norm.RMSNorm(24, eps=1e-6)(x), plain),
     "QuackRMSNorm": (quack_norm.QuackRMSNorm(dim=24)(x), plain),
@@ -162,6 +194,7 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
 
 NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
 NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk", "gemm"]
+NAMES += ["quantize", "dequantize"]
 
 
 @pytest.mark.parametrize("name", NAMES)
