@@ -1,5 +1,6 @@
 """Conversion of elements: against two independent libraries and against their own tables of values."""
 
+import itertools
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -41,7 +42,7 @@ def boundaries(element: ElementFormat) -> Tensor:
     """Values and ties of an element, and their neighbours in float32, of both signs."""
     values = [element.value(code) for code in range(element.max_code + 1)]
     values.append(2 * values[-1] - values[-2])  # where the next one would be
-    ties = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    ties = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     bits = np.array(values + ties, np.float32).view(np.uint32)
     near = np.concatenate([bits[bits > 0] - 1, bits, bits + 1])
     return floats(np.concatenate([near, near | np.uint32(2**31)]))
