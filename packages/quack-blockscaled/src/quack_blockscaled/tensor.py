@@ -108,6 +108,7 @@ class BlockScaledTensor:
 
         Raises:
             ShapeError: names dimension, found and needed value.
+            IndexError: a number is out of range.
         """
         blocks = sizes.blocks(self.format, self.dim)
         values: list[int | slice] = []
@@ -220,7 +221,7 @@ def _check(x: BlockScaledTensor) -> None:
             f"BlockScaledTensor: values.shape[{x.dim}] is {x.values.shape[x.dim]}: {x.format.name} "
             f"needs a multiple of {x.format.element.group[1]}"
         )
-    sizes.check("BlockScaledTensor: it", x.shape, x.format, x.dim)
+    sizes.check("BlockScaledTensor", x.shape, x.format, x.dim)
     needed = sizes.scales_shape(x.shape, x.format, x.dim)
     if tuple(x.scales.shape) != needed:
         raise ShapeError(
