@@ -208,6 +208,14 @@ def test_a_carry_decides(element: ElementFormat, x: float, noise: int) -> None:
     assert found.item() == carried(x, noise, element)
 
 
+def test_the_carry_is_exact() -> None:
+    # Parts of a step, which is 1/2: a half, a half, 2**-16, 2**-16, and 2**-17, which is lost.
+    x = torch.tensor([1.25, -1.25, 1 + 2.0**-17, 2.0**-17, 2.0**-18])
+    noise = torch.tensor([2**15, 2**15, 2**16 - 1, 2**16 - 1, 2**16 - 1], dtype=torch.int32)
+    assert decode(encode(x, E2M1, noise), E2M1).tolist() == [1.5, -1.5, 1.5, 0.5, 0.0]
+    assert decode(encode(x, E2M1, noise - 1), E2M1).tolist() == [1.0, -1.0, 1.0, 0.0, 0.0]
+
+
 @with_own
 def test_noise_changes_neither_values_of_the_element_nor_what_lies_beyond(
     element: ElementFormat,

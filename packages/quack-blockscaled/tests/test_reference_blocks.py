@@ -433,6 +433,16 @@ def test_zero_and_nan_of_it_KQ_11(format: BlockFormat) -> None:
     assert back(quantize(x, format, per_tensor_scale=torch.tensor(NAN)), format).isnan().all()
 
 
+def test_it_is_far_too_small_or_too_large_KQ_11() -> None:
+    x = torch.full((16,), -(2.0**40))
+    for number in (0.0, 2.0**-120, 2.0**-100):
+        parts = quantize(x, NVFP4, per_tensor_scale=number)
+        assert parts.scales.float().item() == 448.0  # it stops there; it is no NaN
+        assert back(parts, NVFP4).eq(-448 * 6 * number).all()
+    parts = quantize(x, NVFP4, per_tensor_scale=2.0**60)
+    assert parts.scales.float().item() == 0 and parts.values.tolist() == [0x88] * 8
+
+
 def test_what_is_no_scale_of_a_tensor_KQ_11() -> None:
     x = torch.zeros(2, 32)
     for number in (-1.0, INF, NAN):
