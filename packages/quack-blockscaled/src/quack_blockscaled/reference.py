@@ -20,7 +20,8 @@ from torch import Tensor
 from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 
-from . import elements, scales, sizes
+from . import elements, sizes
+from . import scales as scaling
 from .formats import BlockFormat
 from .philox import noise
 
@@ -76,16 +77,16 @@ def quantize(
     torch_op.check_dtype("quantize", "x", x.dtype)
     dim = _dim("quantize: x", x.dim(), dim)
     sizes.check("quantize: x", x.shape, format, dim)
-    scales.check_rule(format, scale_rounding)
+    scaling.check_rule(format, scale_rounding)
     bits = _noise(x, element_rounding, seed)
     whole = _per_tensor("quantize", format, per_tensor_scale, x.device)
     blocks = _blocks(x.detach().float(), format, dim)
     # As integers magnitudes have the same order, NaN above all.
     amax = (blocks.view(torch.int32) & elements.MAGNITUDE).amax((-3, -1)).view(torch.float32)
     # Zeros stay zeros, and NaN and Inf stay lost, whatever the scale of the tensor is.
-    divided = amax if whole is None else (amax / whole).clamp(max=torch.finfo().max)
+    divided = amax if whole is None else (amax / whole).clamp(max=torch.finfo(torch.float32).max)
     divided = torch.where((amax == 0) | ~amax.isfinite(), amax, divided)
-    found = scales.encode(divided, format, scale_rounding)
+    found = scaling.encode(divided, format, scale_rounding)
     steps = _steps(found, format, whole)
     inverse = torch.ones_like(steps) / steps
     inverse = torch.where(inverse.isinf(), 0.0, inverse)
@@ -100,7 +101,7 @@ def quantize(
 
 def dequantize(
     values: Tensor,
-    scales_: Tensor,
+    scales: Tensor,
     format: BlockFormat,
     *,
     dim: int = -1,
@@ -113,7 +114,7 @@ def dequantize(
     elements were rounded up.
 
     Args:
-        values, scales_, per_tensor_scale: parts as `quantize` gives them.
+        values, scales, per_tensor_scale: parts as `quantize` gives them.
         dim: along which the columns of blocks lie.
         dtype: float32, bfloat16 or float16.
 
@@ -125,7 +126,7 @@ def dequantize(
     dim = _dim("dequantize: values", values.dim(), dim)
     for name, part, needed in (
         ("values", values, format.element.dtype),
-        ("scales", scales_, format.scale.dtype),
+        ("scales", scales, format.scale.dtype),
     ):
         if torch_op.name_of(part.dtype) != needed:
             raise DTypeError(
@@ -133,21 +134,21 @@ def dequantize(
             )
     shape = sizes.shape(values.shape, format, dim)
     sizes.check("dequantize: the tensor of values", shape, format, dim)
-    if tuple(scales_.shape) != sizes.scales_shape(shape, format, dim):
+    if tuple(scales.shape) != sizes.scales_shape(shape, format, dim):
         raise ShapeError(
-            f"dequantize: scales has the shape {tuple(scales_.shape)}: values of {tuple(shape)} need "
+            f"dequantize: scales has the shape {tuple(scales.shape)}: values of {tuple(shape)} need "
             f"{sizes.scales_shape(shape, format, dim)}"
         )
     whole = _per_tensor("dequantize", format, per_tensor_scale, values.device)
     codes = elements.unpack(_rows(values, dim).view(torch.uint8), format.element)
-    steps = _steps(_rows(scales_, dim), format, whole)
+    steps = _steps(_rows(scales, dim), format, whole)
     blocks = _cut(elements.decode(codes, format.element), format) * steps[..., :, None, :, None]
     return _turn(blocks.flatten(-2).flatten(-3, -2), values.dim(), dim).to(dtype)
 
 
 def _steps(found: Tensor, format: BlockFormat, whole: Tensor | None) -> Tensor:
     """What elements of each block are multiplied by, float32."""
-    steps = scales.decode(found, format)
+    steps = scaling.decode(found, format)
     return steps if whole is None else steps * whole
 
 
