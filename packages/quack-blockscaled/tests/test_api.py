@@ -13,6 +13,7 @@ from quack_blockscaled import (
     FP8_BLOCK_128X128,
     MXFP4,
     MXFP8_E4M3,
+    MXFP8_E5M2,
     NVFP4,
     BlockFormat,
     dequantize,
@@ -236,6 +237,8 @@ def test_what_is_built(format: BlockFormat) -> None:
         for where in ("cpu", "sm90", "sm_100a", "10.3", arch.SM120)
     }
     wanted = {("quantize", "cpu"), ("dequantize", "cpu")}
+    if format in (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128):
+        wanted |= {("quantize", where) for where in ("sm90", "sm_100a", "10.3", arch.SM120)}
     assert {key for key, found in built.items() if found} == wanted
 
 
@@ -249,7 +252,7 @@ def test_questions_that_make_no_sense() -> None:
 
 
 def test_what_a_gpu_says() -> None:
-    refuse = operators.without_kernel("quantize")
+    refuse = operators.without_kernel("dequantize")
     with pytest.raises(UnsupportedError, match="is on meta; there is no kernel for any GPU yet"):
         refuse(torch.zeros(3, device="meta"))
     for name in ("quantize_fwd", "dequantize_fwd"):
@@ -260,7 +263,7 @@ def test_what_a_gpu_says() -> None:
 def test_a_gpu_has_no_kernel_and_says_so(cuda: str) -> None:
     x = torch.zeros(4, 32, device=cuda)
     with pytest.raises(
-        UnsupportedError, match=r"quantize: .* no kernel for any GPU yet.*\.cpu\(\)"
+        UnsupportedError, match=r"quantize: there is no kernel for mxfp4.*\.cpu\(\)"
     ):
         quantize(x, MXFP4)
     there = quantize(x.cpu(), MXFP4).to(cuda)

@@ -12,6 +12,7 @@ from quack_core.errors import DTypeError, ShapeError, UnsupportedError
 
 from . import operators, reference, scales, sizes
 from .formats import BlockFormat
+from .quantizer.spec import is_built
 from .tensor import BlockScaledTensor, check_tensor_scale
 
 OPERATORS = ("quantize", "dequantize", "matmul")
@@ -30,7 +31,8 @@ def quantize(
 ) -> BlockScaledTensor:
     """``x`` in a block-scaled format: a scale for each block, and elements divided by it.
 
-    CPU tensors run the reference; meta and fake tensors give shapes.
+    CUDA tensors run a kernel, where `supports` says so; CPU tensors run the reference; meta and fake
+    tensors give shapes.
 
     Args:
         x: any shape of at least one dimension: float32, bfloat16 or float16. Blocked dimensions are
@@ -50,7 +52,8 @@ def quantize(
 
     Raises:
         DTypeError, ShapeError, DeviceError: name operand, dimension, found and needed value.
-        UnsupportedError: an unknown rule; on a GPU there is no kernel yet: names the way out.
+        UnsupportedError: an unknown rule; on a GPU, what `supports` says no to, blocks along another
+            dimension, stochastic rounding: names the way out.
     """
     if not isinstance(x, Tensor):
         raise DTypeError(f"quantize: x is {type(x).__name__}: it must be a tensor")
@@ -100,7 +103,7 @@ def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
         return op in ("quantize", "dequantize")
     if not isinstance(arch, Arch):
         arches.get(arch)
-    return False  # no kernels yet
+    return op == "quantize" and is_built(format)  # of the others there are no kernels yet
 
 
 def _check_rounding(rounding: str, seed: int | None) -> None:

@@ -155,6 +155,8 @@ E8M0 = ScaleFormat("e8m0", 8, "float8_e8m0fnu", min=2.0**-127, max=2.0**127)
 UE4M3 = ScaleFormat("ue4m3", 8, "float8_e4m3fn", min=0.0, max=448.0)
 FLOAT32 = ScaleFormat("float32", 32, "float32", min=0.0, max=2.0**128 - 2.0**104)
 SCALES = (E8M0, UE4M3, FLOAT32)
+SMALLEST_FLOAT32 = 2.0**-126
+"""Of the float32 scales of blocks that are not zero: below it reciprocals overflow."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from quack_core.errors import UnsupportedError
 
 from . import record, reference, sizes
 from .formats import BlockFormat
+from .quantizer import launch
 
 _LIBRARY = torch.library.Library("quack_blockscaled", "FRAGMENT")
 
@@ -66,6 +67,20 @@ def _quantize_cpu(
         per_tensor_scale=tensor_scale,
     )
     return values, scales
+
+
+def _quantize_cuda(
+    x: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dim: int,
+    scale_rounding: str,
+    element_rounding: str,
+    seed: int | None,
+) -> tuple[Tensor, Tensor]:
+    return launch.forward(
+        x, record.parse(format), dim, scale_rounding, element_rounding, tensor_scale
+    )
 
 
 def _quantize_fake(
@@ -137,7 +152,7 @@ quantize_fwd = torch_op.register(
     "quantize_fwd(Tensor x, Tensor? tensor_scale, str format, int dim, str scale_rounding, "
     "str element_rounding, SymInt? seed) -> (Tensor, Tensor)",
     cpu=_quantize_cpu,
-    cuda=without_kernel("quantize"),
+    cuda=_quantize_cuda,
     fake=_quantize_fake,
     backward=_no_gradient("quantize"),
 )

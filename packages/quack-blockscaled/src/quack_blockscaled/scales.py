@@ -8,7 +8,7 @@ from torch import Tensor
 from quack_core.errors import UnsupportedError
 
 from . import elements
-from .formats import E4M3, E8M0, FLOAT32, UE4M3, BlockFormat, ElementFormat
+from .formats import E4M3, E8M0, FLOAT32, SMALLEST_FLOAT32, UE4M3, BlockFormat, ElementFormat
 
 RULES = ("rceil", "floor", "ceil", "even")
 """Rules for scales that are powers of two, as torchao names them; the first is the default.
@@ -22,9 +22,6 @@ The scale of a block whose largest magnitude is ``amax``, for elements up to ``m
 
 k is then clamped to -127..127. All are exact: there is neither a logarithm nor a division.
 """
-
-SMALLEST_FLOAT32 = 2.0**-126
-"""Of the float32 scales of blocks that are not zero: below it reciprocals overflow."""
 
 
 def check_rule(format: BlockFormat, rule: str) -> None:

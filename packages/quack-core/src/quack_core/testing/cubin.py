@@ -52,7 +52,8 @@ class Usage:
 
 
 def resource_usage(cubin: bytes) -> dict[str, Usage]:
-    """The resources of every kernel of a cubin, by kernel name.
+    """The resources of every kernel of a cubin, by kernel name; the compiler's own subroutines, such as
+    that of a division, are left out.
 
     Raises:
         ValueError: `cubin` is no ELF file.
@@ -78,6 +79,7 @@ def resource_usage(cubin: bytes) -> dict[str, Usage]:
     return {
         name: Usage(**found, static_smem_bytes=sections.get(f".nv.shared.{name}", (0,) * 6)[5])
         for name, found in values.items()
+        if not name.startswith("$__internal_")
     }
 
 

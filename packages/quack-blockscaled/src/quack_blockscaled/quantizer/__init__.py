@@ -1,0 +1,1 @@
+"""Kernels that quantise: one family for all architectures."""
