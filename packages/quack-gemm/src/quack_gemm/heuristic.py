@@ -55,6 +55,10 @@ Source: quack_core.occupancy on the H200."""
 SMS = 132
 
 
+LEAST_BYTES = 112 << 10
+"""In stages: fewer do not hide the latency of memory, which the model does not know. An SM takes 66 bytes
+per cycle, some 1500 cycles late."""
+
 SPLITS = (1, 2, 4, 8)
 """Parts of K that are considered. Clusters of 3 and of 6 CTAs took 1.2 times as long as their work, on the
 average of 400 timed kernels: they leave more SMs without work than the count of clusters says."""
@@ -113,7 +117,7 @@ def default(problem: Problem, arch: Arch, split_k: int | None = None) -> GemmCon
 
 @functools.cache
 def candidates(spec: GemmSpec) -> tuple[GemmConfig, ...]:
-    """All configurations that fit, and do not spill."""
+    """All configurations that fit, do not spill, and have stages enough."""
     return tuple(config for config in _all(spec) if _fits(config, spec))
 
 
@@ -151,7 +155,7 @@ def _fits(config: GemmConfig, spec: GemmSpec) -> bool:
         config.check(spec)
     except ValueError:
         return False
-    return True
+    return config.depth(spec) * config.stage_bytes(spec) >= LEAST_BYTES
 
 
 def cycles(problem: Problem, config: GemmConfig) -> float:
