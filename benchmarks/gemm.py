@@ -221,10 +221,11 @@ def _quack(case: Case) -> Launch:
 
 
 def peers(case: Case) -> list[Variant]:
-    """cuBLAS through torch, torch.compile where there is something to fuse, quack-kernels."""
+    """cuBLAS through torch, torch.compile where there is something to fuse, quack-kernels, whose
+    function takes no scales."""
     found = [Variant("cublas", _cublas, "torch")]
     if case.opt("act"):
         found.append(Variant("compile", _compile, "torch", note=ALLOCATES))
-    else:
+    elif case.dtype != "e4m3":
         found.append(Variant("quack-kernels", _quack, "quack-kernels", note="untuned"))
     return found

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import device, judge, norm, record
+from . import device, gemm, judge, norm, record
 from .progress import Progress, table
 from .shapes import Case
 from .variant import Failure, attempt
 
 CASE = Case("host", "rmsnorm_host", (16, 1024), "bf16", (("w", "bf16"),))
+GEMM = Case("host", "gemm_host", (16, 1024, 1024), "bf16", (("layout", "nt"),))
 CALLS = 5000
 BATCHES = 10
 
@@ -66,6 +67,43 @@ def makers() -> Mapping[str, tuple[str, Callable[[norm.FwdBuffers], Call]]]:
         "quack-kernels autograd": ("quack-kernels", _quack_autograd),
         "ours compiled": ("quack-norm", lambda b: _compiled(_ours, b)),  # last: it takes long
     }
+
+
+def gemm_makers() -> Mapping[str, tuple[str, Callable[[gemm.Buffers], Call]]]:
+    """Likewise."""
+    return {
+        "ours raw": ("quack-gemm", _gemm_raw),
+        "ours out=": ("quack-gemm", _gemm_out),
+        "ours allocating": ("quack-gemm", _gemm),
+        "torch.mm out=": ("torch", lambda b: lambda: torch.mm(b.a, b.b, out=b.out)),
+        "torch.mm": ("torch", lambda b: lambda: torch.mm(b.a, b.b)),
+        "quack-kernels out=": ("quack-kernels", _quack_gemm),
+    }
+
+
+def _gemm_raw(b: gemm.Buffers) -> Call:
+    from quack_gemm import launch
+
+    run = launch.launcher(b.a, b.b, [b.out], [], False, None)
+    return lambda: run(b.a, b.b, (b.out,), None)
+
+
+def _gemm_out(b: gemm.Buffers) -> Call:
+    from quack_gemm import gemm as ours
+
+    return lambda: ours(b.a, b.b, out=b.out)
+
+
+def _gemm(b: gemm.Buffers) -> Call:
+    from quack_gemm import gemm as ours
+
+    return lambda: ours(b.a, b.b)
+
+
+def _quack_gemm(b: gemm.Buffers) -> Call:
+    from quack.gemm_interface import gemm as theirs
+
+    return lambda: theirs(b.a, b.b, out=b.out, tuned=False)
 
 
 def _raw(b: norm.FwdBuffers) -> Call:
@@ -122,18 +160,24 @@ def _compiled(make: Callable[..., Call], b: norm.FwdBuffers) -> Call:
 def run(base: record.Record, calls: int = CALLS) -> list[record.Record]:
     """One record per kind of call; a kind that fails is a record too."""
     with torch.no_grad():
-        buffers = norm.NormFwd(CASE).make()
-    chosen = makers()
+        kinds = [
+            (case, name, package, make, buffers)
+            for case, found, buffers in (
+                (CASE, makers(), norm.NormFwd(CASE).make()),
+                (GEMM, gemm_makers(), gemm.problem(GEMM).make()),
+            )
+            for name, (package, make) in found.items()
+        ]
     records = []
-    with pinned(), Progress("host", len(chosen)) as progress:
-        for name, (package, make) in chosen.items():
+    with pinned(), Progress("host", len(kinds)) as progress:
+        for case, name, package, make, buffers in kinds:
             one = replace(
                 base,
-                suite=CASE.suite,
-                op=CASE.op,
-                shape=list(CASE.shape),
-                dtype=CASE.dtype,
-                opts=dict(CASE.opts),
+                suite=case.suite,
+                op=case.op,
+                shape=list(case.shape),
+                dtype=case.dtype,
+                opts=dict(case.opts),
                 variant=name,
                 method="host",
                 rounds=BATCHES,
@@ -141,25 +185,26 @@ def run(base: record.Record, calls: int = CALLS) -> list[record.Record]:
                 rate_unit="",
                 versions=device.versions(package),
             )
-            samples = attempt(lambda m=make: per_call(m(buffers), calls, torch.cuda.synchronize))  # type: ignore[misc]
+            samples = attempt(
+                lambda m=make, b=buffers: per_call(m(b), calls, torch.cuda.synchronize)  # type: ignore[misc]
+            )
             if isinstance(samples, Failure):
                 one.status, one.note = samples.status, samples.note
             else:
                 one.us = judge.summarise(samples).rounded()
             records.append(one)
-            progress.step(f"{name}: {one.median if one.median else one.status}")
+            progress.step(f"{case.op} {name}: {one.median if one.median else one.status}")
     return records
 
 
 def text(records: list[record.Record]) -> str:
-    """All kinds, beside the raw launch of the same run."""
-    raw = next((r.median for r in records if r.variant == "ours raw"), None)
+    """All kinds, beside the raw launch of the same operator and run."""
+    launches = {r.op: r.median for r in records if r.variant == "ours raw"}
     rows = []
     for one in records:
+        name, raw = f"{one.op} {one.variant}", launches.get(one.op)
         if one.median is None:
-            rows.append((one.variant, one.status, one.note[:60]))
+            rows.append((name, one.status, one.note[:60]))
         else:
-            rows.append(
-                (one.variant, f"{one.median:.2f}", f"{one.median - raw:+.2f}" if raw else "-")
-            )
+            rows.append((name, f"{one.median:.2f}", f"{one.median - raw:+.2f}" if raw else "-"))
     return table(("call", "us", "beyond raw"), rows)

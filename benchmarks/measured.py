@@ -15,6 +15,10 @@ SUITES = {
     "ce_fwd_dx": "Cross-entropy, loss and gradient in one pass",
     "ce_fwd_bwd": "Cross-entropy, forward and backward through autograd",
     "topk": "Top-k",
+    "gemm_small": "GEMM, few rows and small squares",
+    "gemm_large": "GEMM, large",
+    "gemm_act": "GEMM with SwiGLU",
+    "gemm_fp8": "GEMM of 8-bit floats with scales",
 }
 PEERS = {
     "eager": "torch",
@@ -24,7 +28,14 @@ PEERS = {
 }
 SOME_PEERS = {"liger-cute": "Liger CuTe"}
 """Those that not every suite has."""
-PLAIN = {"w": "bf16", "grad": "1", "k": "8"}
+PEERS_OF_PRODUCTS = {
+    "cublas": "cuBLAS",
+    "compile": "torch.compile",
+    "quack-kernels": "quack-kernels",
+}
+PLAIN = {
+    "w": "bf16", "grad": "1", "k": "8", "layout": "nt", "act": "swiglu", "scale": "tensor",
+}  # fmt: skip
 
 Row = dict[str, Record]
 """Variants by name."""
@@ -41,14 +52,19 @@ def grouped(records: Sequence[Record], suite: str) -> list[Row]:
 
 def peers_of(found: Sequence[Row]) -> dict[str, str]:
     """The peers that tables of a suite have columns for, by name."""
-    return PEERS | {
-        name: title for name, title in SOME_PEERS.items() if any(name in r for r in found)
-    }
+    always, some = ({}, PEERS_OF_PRODUCTS) if is_product(found) else (PEERS, SOME_PEERS)
+    return always | {name: title for name, title in some.items() if any(name in r for r in found)}
+
+
+def is_product(found: Sequence[Row]) -> bool:
+    """Whether a suite's rows are judged by their arithmetic, and not by the bytes that they move."""
+    return any(row["ours"].rate_unit == "TFLOP/s" for row in found if "ours" in row)
 
 
 def is_plain(one: Record) -> bool:
-    """Whether a row is what a suite is about: bf16 everywhere, and nothing beyond the operator."""
-    return one.dtype == "bf16" and all(PLAIN.get(k) == v for k, v in one.opts.items())
+    """Whether a row is what a suite is about: bf16 everywhere (or 8 bits, if that is the suite), and
+    nothing beyond the operator."""
+    return one.dtype in ("bf16", "e4m3") and all(PLAIN.get(k) == v for k, v in one.opts.items())
 
 
 def over(row: Row, peer: str) -> float | None:

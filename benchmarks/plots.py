@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .measured import SUITES, Row, grouped, is_plain, over, peers_of, speedup
+from .measured import SUITES, Row, grouped, is_plain, is_product, over, peers_of, speedup
 from .record import Record
 
 VECTOR = 8
@@ -23,7 +23,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[str]:
     for suite in SUITES:
         found = [row for row in grouped(records, suite) if "ours" in row]
         if found:
-            names += [_rate(suite, found, folder), _speedup(suite, found, folder)]
+            names += [] if is_product(found) else [_rate(suite, found, folder)]
+            names.append(_speedup(suite, found, folder))
     return names
 
 

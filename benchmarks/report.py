@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import quoted, record
-from .measured import SUITES, Row, grouped, is_plain, peers_of, speedup
+from .measured import SUITES, Row, grouped, is_plain, is_product, peers_of, speedup
 from .record import Record
 
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -44,7 +44,7 @@ def headline(found: Sequence[Row]) -> str:
 
 
 def _label(one: Record) -> str:
-    titles = {"w": "weight", "grad": "gradient", "k": "k"}
+    titles = {"w": "weight", "grad": "gradient", "k": "k", "layout": "layout", "scale": "scale by"}
     opts = [f"{titles[k]} {v}" if k in titles else f"+ {k}" for k, v in one.opts.items()]
     return " ".join(["x".join(map(str, one.shape)), one.dtype, *opts])
 
@@ -77,25 +77,28 @@ def _versions(found: Sequence[Row]) -> str:
 
 def full_table(found: Sequence[Row]) -> str:
     """Every row with every variant."""
-    peers = peers_of(found)
-    header = ["M x N", "ours us", "TB/s", "copy us", "copy / ours", *peers.values(), "verdict"]
+    peers, product = peers_of(found), is_product(found)
+    moved = [] if product else ["copy us", "copy / ours"]
+    header = [*_heads(product), *moved, *peers.values(), "verdict"]
     lines = [_line(header), _line(["---", *["---:"] * (len(header) - 2), "---"])]
     for row in found:
         ours = row.get("ours")
         if ours is None:
             continue
-        ratio = f"{ours.copy_us / ours.median:.3f}" if ours.median else ""
-        rate = f"{ours.rate:.2f}" if ours.median else ""
-        cells = [_label(ours), _time(ours), rate, f"{ours.copy_us:.1f}", ratio]
+        cells = [_label(ours), _time(ours), _rate(ours)]
+        if not product:
+            ratio = f"{ours.copy_us / ours.median:.3f}" if ours.median else ""
+            cells += [f"{ours.copy_us:.1f}", ratio]
         cells += [_time(row.get(name)) for name in peers]
         lines.append(_line([*cells, ours.verdict]))
     return "\n".join(lines)
 
 
 def short_table(found: Sequence[Row]) -> str:
-    """The plain rows: ours, the copy, the strongest peer."""
-    peers = peers_of(found)
-    header = ["M x N", "ours us", "copy us", "strongest peer us", "verdict"]
+    """The plain rows: ours, the copy or the rate, the strongest peer."""
+    peers, product = peers_of(found), is_product(found)
+    shape, time, rate = _heads(product)
+    header = [shape, time, rate if product else "copy us", "strongest peer us", "verdict"]
     lines = [_line(header), _line(["---", "---:", "---:", "---:", "---"])]
     for row in found:
         ours = row.get("ours")
@@ -103,9 +106,20 @@ def short_table(found: Sequence[Row]) -> str:
             continue
         peer = row.get(ours.best_peer)
         told = f"{_time(peer)} ({peers.get(ours.best_peer, ours.best_peer)})" if peer else "none"
-        shape = "x".join(map(str, ours.shape))
-        lines.append(_line([shape, _time(ours), f"{ours.copy_us:.1f}", told, ours.verdict]))
+        cells = ["x".join(map(str, ours.shape)), _time(ours)]
+        cells.append(_rate(ours) if product else f"{ours.copy_us:.1f}")
+        lines.append(_line([*cells, told, ours.verdict]))
     return "\n".join(lines)
+
+
+def _heads(product: bool) -> tuple[str, str, str]:
+    return ("M x N x K", "ours us", "TFLOP/s") if product else ("M x N", "ours us", "TB/s")
+
+
+def _rate(ours: Record) -> str:
+    if not ours.median:
+        return ""
+    return f"{ours.rate:.0f}" if ours.rate_unit == "TFLOP/s" else f"{ours.rate:.2f}"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -125,7 +139,8 @@ def readme_block(records: Sequence[Record]) -> str:
         found = grouped(records, suite)
         if not any("ours" in row for row in found):
             continue
-        parts += [f"**{title}**, bf16, {_versions(found)}.", headline(found), short_table(found)]
+        dtype = next(row["ours"].dtype for row in found if "ours" in row)
+        parts += [f"**{title}**, {dtype}, {_versions(found)}.", headline(found), short_table(found)]
     if parts:
         parts.append("All rows, losses included, and how they were measured: docs/performance.md.")
     return "\n\n".join(parts)

@@ -1,6 +1,6 @@
 """All configurations of a GEMM on a list of shapes: how far the rule's choice is from the best.
 
-Results are JSON lines in ``<out>/<gpu>/gemm_sweep.jsonl``, one for each shape. Whether results are
+Results are a JSON list in ``<out>/<gpu>/gemm_sweep.json``, an object for each shape. Whether results are
 right is for the tests and the suites; here only time counts.
 """
 
@@ -69,7 +69,7 @@ def run(options: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
     _compile([(gemm.spec_of(case), config) for case in cases for config in _promising(case)])
     found = []
     gpu = device.gpu_name()
-    path = options.out / device.folder(gpu) / "gemm_sweep.jsonl"
+    path = options.out / device.folder(gpu) / "gemm_sweep.json"
     common = {
         "gpu": gpu,
         "date": record.today(),
@@ -149,10 +149,11 @@ def _name(case: Case) -> dict[str, Any]:
 def _merge(path: Path, new: dict[str, Any]) -> None:
     """Into the file, in the place of an older result of the same row."""
     key = ("suite", "shape", "dtype", "opts")
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [one for one in map(json.loads, lines) if any(one[k] != new[k] for k in key)]
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = [one for one in old if any(one[k] != new[k] for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in [*kept, new]))
+    text = ",\n".join(json.dumps(one) for one in [*kept, new])
+    path.write_text(f"[\n{text}\n]\n")
 
 
 def _compile(kernels: Iterable[tuple[GemmSpec, GemmConfig]]) -> None:

@@ -90,8 +90,6 @@ class MulticastProduct:
             d = tma.bind(of_d.atom, of_d.tensor, sD, (ATOM_M, PIECE))
             sink = store.make_sink(mma_of_group, d, sD, operands.ROW, BFloat16, thread)
             self._multiply(mma, sums, rA, rB, barriers, sink, pairs, count, rank, group, thread)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()  # nobody leaves while the peer signals it
 
     @cute.jit
     def _load(self, a, b, barriers, pairs: order.Order, count: Int32, rank: Int32):
@@ -104,6 +102,7 @@ class MulticastProduct:
                 ring.fill(barriers, phase, a, b, at_a, at_b, self.tiling.stage_bytes)
                 phase = barrier.next_phase(phase, self.tiling.stages)
             work += cute.arch.grid_dim()[2]
+        ring.drain(barriers, phase, self.tiling.stages)  # nobody leaves while the peer signals it
 
     @cute.jit
     def _multiply(

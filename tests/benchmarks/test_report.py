@@ -54,6 +54,21 @@ def test_full_table_shows_every_row_losses_included(records: list[Record]) -> No
     assert lines[3].rstrip(" |").endswith("loss")
 
 
+def test_products_are_told_by_their_arithmetic() -> None:
+    ours = Record("gemm_large", "gemm_fwd", [8, 16, 32], "bf16", {"layout": "nt"}, "ours")
+    ours.us, ours.rate, ours.rate_unit = {"median": 4.0}, 812.4, "TFLOP/s"
+    ours.best_peer, ours.verdict, ours.copy_us = "cublas", "win", 1.0
+    peer = Record("gemm_large", "gemm_fwd", [8, 16, 32], "bf16", {"layout": "nt"}, "cublas")
+    peer.us = {"median": 5.0}
+    found = measured.grouped([ours, peer], "gemm_large")
+    assert measured.peers_of(found) == {"cublas": "cuBLAS"}
+    full, short = (table(found).splitlines() for table in (report.full_table, report.short_table))
+    assert full[0] == "| M x N x K | ours us | TFLOP/s | cuBLAS | verdict |"
+    assert full[2] == "| 8x16x32 bf16 layout nt | 4.0 | 812 | 5.0 | win |"
+    assert short[0] == "| M x N x K | ours us | TFLOP/s | strongest peer us | verdict |"
+    assert short[2] == "| 8x16x32 | 4.0 | 812 | 5.0 (cuBLAS) | win |"
+
+
 def test_docs_name_the_reason_of_a_failure(records: list[Record]) -> None:
     text = report.docs_block(records)
     assert "* Liger, unsupported (8192x4096): RuntimeError: too \\| wide" in text

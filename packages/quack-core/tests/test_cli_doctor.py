@@ -332,8 +332,10 @@ def test_standard_library_only(tmp_path):
         print(status, sorted({name.partition(".")[0] for name in ours} - {"__main__"}))
         print(main(["env"]))
     """)
+    alone = tmp_path / "alone"  # also where it is installed beside all else
+    shutil.copytree(SOURCE / "quack_core", alone / "quack_core")
     environment = {name: value for name, value in os.environ.items() if name[:6] != "QUACK_"}
-    environment |= {"PYTHONPATH": str(SOURCE), "QUACK_CACHE_DIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(alone), "QUACK_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-S", "-c", script]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     *lines, result, status = done.stdout.splitlines()

@@ -23,6 +23,7 @@ from quack_gemm.spec import GemmSpec
 B, F, E = "bfloat16", "float32", "float8_e4m3fn"
 ATOM_M, SWIZZLE_BYTES = 64, 128
 MOST_STAGES = 20
+ENOUGH_BYTES = 176 * 1024
 WIDTHS = (16, 32, 64, 128)
 
 
@@ -262,19 +263,22 @@ def test_pieces_make_up_a_tile(spec: GemmSpec, config: GemmConfig) -> None:
 
 
 @each_pair
-def test_buffers_divide_pieces(spec: GemmSpec, config: GemmConfig) -> None:
-    assert config.buffers(spec) in (1, 2)
-    assert config.pieces(spec) % config.buffers(spec) == 0
+def test_two_buffers_for_more_than_one_piece(spec: GemmSpec, config: GemmConfig) -> None:
+    assert config.pieces(spec) % config.shares(spec) == 0
+    own = config.pieces(spec) // config.shares(spec)
+    assert config.buffers(spec) == (2 if own > 1 else 1)
 
 
 @each_pair
-def test_wide_pieces_cost_no_stage(spec: GemmSpec, config: GemmConfig) -> None:
-    """No other width of pieces leaves room for more stages, and no wider one for as many."""
-    chosen, depth = config.piece_cols(spec), config.depth(spec)
+def test_wide_pieces_cost_no_stage_that_is_needed(spec: GemmSpec, config: GemmConfig) -> None:
+    """No other width leaves room for more stages, but for more than enough; no wider one for as many."""
+    chosen = config.piece_cols(spec)
+    enough = next(n for n in range(1, 99) if n * config.stage_bytes(spec) >= ENOUGH_BYTES)
+    depth = min(config.depth(spec), enough)
     for cols in WIDTHS:
         if config.tile_n % cols or not suits(spec, cols):
             continue
-        other = stages_beside(spec, config, cols)
+        other = min(stages_beside(spec, config, cols), enough)
         assert other <= depth
         assert cols <= chosen or other < depth
 
@@ -299,8 +303,8 @@ def stages_beside(spec: GemmSpec, config: GemmConfig, cols: int) -> int:
 
 
 def buffer_bytes(spec: GemmSpec, config: GemmConfig, cols: int) -> int:
-    """Shared memory of pieces of so many columns: two of a warpgroup, if it has an even number."""
-    buffers = config.groups * (2 if config.atoms * config.tile_n // cols % 2 == 0 else 1)
+    """Shared memory of pieces of so many columns: two of a warpgroup, if it has as many."""
+    buffers = config.groups * min(2, config.atoms * config.tile_n // cols)
     return buffers * ATOM_M * sum(row_bytes(spec, cols))
 
 

@@ -16,7 +16,7 @@ from quack_core.gemm.epilogue import AddVector
 from quack_core.jit import cache, compile_keys
 from quack_core.jit.keys import Kernel
 from quack_core.jit.models import MODELS, Model
-from quack_gemm import GemmConfig, kernels, launch
+from quack_gemm import GemmConfig, kernels, launch, repeat
 
 SM90, SM100 = arch.get("sm90"), arch.get("sm100")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -39,6 +39,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
     monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(repeat, "_calls", {})
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
     return found
 

@@ -74,6 +74,11 @@ def addressed(x: Tensor) -> bool:
     return not is_dynamo_compiling() and type(x) in _PLAIN and not x.is_meta
 
 
+def plain(x: Any) -> bool:
+    """Whether this is a tensor or a parameter, and no subclass of them."""
+    return type(x) in _PLAIN
+
+
 def span(x: Tensor) -> tuple[int, int]:
     """Address of the first byte of a tensor, and of the first one behind it."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -31,6 +31,8 @@ MULTICAST_ROWS = 8
 PARTS = 2
 """Of a tile's columns, where sums are promoted: one is added while the next one is multiplied."""
 MOST_STAGES = 20
+ENOUGH_BYTES = 176 << 10
+"""In stages; more of them do not hide more latency, and what is stored has better uses for the room."""
 MOST_CTAS = 8
 """Of a cluster, on every GPU of the architecture."""
 LOADING_REGISTERS = {2: 56, 3: 40, 4: 32}
@@ -143,7 +145,7 @@ class GemmConfig:
         return SWIZZLE_BYTES * 8 // dtypes.width(spec.a)
 
     def piece_cols(self, spec: GemmSpec) -> int:
-        """Columns of the product that a warpgroup stores at a time: many, but for no stage."""
+        """Columns of the product that a warpgroup stores at a time: many, if enough stages are left."""
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
         most = 32 if tiles or len(spec.outputs) > 1 else 128  # more would spill
         least = 16 * (1 + spec.gated)  # an stmatrix has 16 columns
@@ -158,7 +160,8 @@ class GemmConfig:
             )
         ]
         fitting = narrow or fitting[-1:]
-        return max(fitting, key=lambda cols: (self._depth(spec, cols), cols))
+        enough = -(-ENOUGH_BYTES // self.stage_bytes(spec))
+        return max(fitting, key=lambda cols: (min(self._depth(spec, cols), enough), cols))
 
     def pieces(self, spec: GemmSpec) -> int:
         """How many such parts a warpgroup has of a tile."""
@@ -175,12 +178,11 @@ class GemmConfig:
         return math.gcd(self._pieces(cols), self.split_k)
 
     def buffers(self, spec: GemmSpec) -> int:
-        """Parts of a warpgroup on their way out; they divide its share of ``pieces``, as each tile
-        begins with the first buffer."""
+        """Parts of a warpgroup on their way out: two, if a share has more than one."""
         return self._buffers(self.piece_cols(spec))
 
     def _buffers(self, cols: int) -> int:
-        return 2 if self._pieces(cols) // self._shares(cols) % 2 == 0 else 1
+        return min(2, self._pieces(cols) // self._shares(cols))
 
     def stage_bytes(self, spec: GemmSpec) -> int:
         return (self.tile_m + self.tile_n) * SWIZZLE_BYTES

@@ -55,6 +55,10 @@ Source: quack_core.occupancy on the H200."""
 SMS = 132
 
 
+LEAST_BYTES = 112 << 10
+"""In stages: fewer do not hide the latency of memory, which the model does not know. An SM takes 66 bytes
+per cycle, some 1500 cycles late."""
+
 SPLITS = (1, 2, 4, 8)
 """Parts of K that are considered. Clusters of 3 and of 6 CTAs took 1.2 times as long as their work, on the
 average of 400 timed kernels: they leave more SMs without work than the count of clusters says."""
@@ -113,7 +117,7 @@ def default(problem: Problem, arch: Arch, split_k: int | None = None) -> GemmCon
 
 @functools.cache
 def candidates(spec: GemmSpec) -> tuple[GemmConfig, ...]:
-    """All configurations that fit, and do not spill."""
+    """All configurations that fit, do not spill, and have stages enough."""
     return tuple(config for config in _all(spec) if _fits(config, spec))
 
 
@@ -151,7 +155,7 @@ def _fits(config: GemmConfig, spec: GemmSpec) -> bool:
         config.check(spec)
     except ValueError:
         return False
-    return True
+    return config.depth(spec) * config.stage_bytes(spec) >= LEAST_BYTES
 
 
 def cycles(problem: Problem, config: GemmConfig) -> float:
@@ -165,7 +169,7 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     valid_n = min(1, cols / (down * config.tile_n * config.cluster_n))
     loaded = config.tile_m * valid_m / config.cluster_n + config.tile_n * valid_n / config.cluster_m
     steps = math.ceil(math.ceil(problem.k / config.tile_k(spec)) / config.split_k)
-    multiply, port = _multiply(config, spec), config.stage_bytes(spec) / PORT_BYTES
+    of_sm = _multiply(config, spec), _read(config, spec), config.stage_bytes(spec) / PORT_BYTES
     beside = STEP_CYCLES
     if dtypes.width(spec.a) == 8:
         beside += PROMOTE_CYCLES[config.pingpong]
@@ -175,7 +179,7 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
         """So many clusters at a time, a tile each."""
         from_l2 = loaded * SWIZZLE_BYTES * count * config.cluster / L2_BYTES
         from_dram = _traffic(problem) * count / clusters / DRAM_BYTES
-        step = (multiply**STEEP + port**STEEP + from_l2**STEEP) ** (1 / STEEP)
+        step = sum(limit**STEEP for limit in (*of_sm, from_l2)) ** (1 / STEEP)
         body = math.hypot(steps * (beside + step), from_dram)
         return max(body + TURN_CYCLES, store) if config.pingpong else body + store
 
@@ -187,13 +191,16 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
 
 
 def _multiply(config: GemmConfig, spec: GemmSpec) -> float:
-    """Of a stage: as fast as the tensor cores multiply, or as they get their operands."""
+    """Of a stage, in the tensor cores."""
     rate = FMA_PER_CYCLE * 16 / dtypes.width(spec.a)
     multiply = config.tile_m * config.tile_n * config.tile_k(spec) / rate
-    multiply *= 1 if config.pingpong else SHARED_TILE
+    return multiply if config.pingpong else multiply * SHARED_TILE
+
+
+def _read(config: GemmConfig, spec: GemmSpec) -> float:
+    """Of a stage, until the tensor cores have their operands."""
     instructions = config.tile_m // ATOM_M * (config.tile_k(spec) * dtypes.width(spec.a) // 256)
-    read = instructions * (ATOM_M + config.tile_n) * 32 / SHARED_BYTES
-    return max(multiply, read)
+    return instructions * (ATOM_M + config.tile_n) * 32 / SHARED_BYTES
 
 
 def _store(config: GemmConfig, spec: GemmSpec) -> float:

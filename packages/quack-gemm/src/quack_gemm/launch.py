@@ -1,7 +1,7 @@
 """GEMM on CUDA tensors: allocate, find the kernel, launch."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,10 @@ from .spec import GemmSpec, Major
 
 MODULE = f"{__package__}.sm90.kernel"
 
+Launch = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, ...] | None]
+
 # Keys hold shapes: a serving process has a few hundred.
-_launchers: dict[tuple[Any, ...], Any] = {}
+_launchers: dict[tuple[Any, ...], Launch] = {}
 MOST_LAUNCHERS = 4096
 
 
@@ -60,16 +62,7 @@ def forward(
         for target, source in zip(outputs, found, strict=False):
             target.copy_(source)
         return outputs + found[len(outputs) :]
-    index = a.get_device()
-    key = (
-        a.shape, b.shape, a.dtype, b.dtype, *out_dtypes, a.stride(), b.stride(),
-        outputs[0].stride(), ops, concat, config, index,
-    )  # fmt: skip
-    launch = _launchers.get(key)
-    if launch is None:
-        if len(_launchers) >= MOST_LAUNCHERS:
-            _launchers.clear()
-        launch = _launchers[key] = _prepare(a, b, outputs, steps, concat, config, index)
+    launch = launcher(a, b, outputs, steps, concat, config)
     operands = tuple(operand for _, given in steps for operand in given)
     try:
         partials = launch(a, b, tuple(outputs), operands or None)
@@ -80,6 +73,35 @@ def forward(
         return outputs
     ways = ["sum" if name == "sum_squares" else name for name in spec.reductions]
     return outputs + [reference.reduce(w, x) for w, x in zip(ways, partials, strict=True)]
+
+
+def launcher(
+    a: Tensor,
+    b: Tensor,
+    outputs: Sequence[Tensor],
+    steps: Sequence[Step],
+    concat: bool,
+    config: GemmConfig | int | None,
+) -> Launch:
+    """What launches the kernel of a product like this one, with no result empty and K not zero.
+
+    It takes ``a``, ``b``, a tuple of outputs, and one of the epilogue's operands or None; it gives
+    what reductions have found in each tile, or None where there are none.
+
+    Raises:
+        As `plan`.
+    """
+    ops, index = tuple([op for op, _ in steps]), a.get_device()
+    key = (
+        a.shape, b.shape, a.dtype, b.dtype, *[x.dtype for x in outputs], a.stride(), b.stride(),
+        outputs[0].stride(), ops, concat, config, index,
+    )  # fmt: skip
+    found = _launchers.get(key)
+    if found is None:
+        if len(_launchers) >= MOST_LAUNCHERS:
+            _launchers.clear()
+        found = _launchers[key] = _prepare(a, b, outputs, steps, concat, config, index)
+    return found
 
 
 @functools.cache
@@ -191,8 +213,8 @@ def _prepare(
     concat: bool,
     config: GemmConfig | int | None,
     device: int,
-) -> Any:
-    """``launch(a, b, outputs, operands)`` for tensors like these."""
+) -> Launch:
+    """As `launcher`, for the first time."""
     target = arch.detect(device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     problem, chosen = plan(a, b, outputs[0], steps, concat, config, target, sms)
@@ -209,7 +231,6 @@ def _prepare(
     def launch(
         a: Tensor, b: Tensor, outputs: tuple[Tensor, ...], operands: Any
     ) -> tuple[Tensor, ...] | None:
-        """Results of reductions, of each tile, if there are any."""
         if squeeze_a:
             a = a[0]
         if squeeze_b:

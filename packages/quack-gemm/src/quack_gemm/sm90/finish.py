@@ -125,7 +125,15 @@ class TileEpilogue:
 
     @cute.jit
     def finish(
-        self, sums, ends: Ends, held, tile: Place, sizes: Sizes, who: Worker, share: Int32 = 0
+        self,
+        sums,
+        ends: Ends,
+        held,
+        tile: Place,
+        sizes: Sizes,
+        who: Worker,
+        turn: Int32,
+        share: Int32 = 0,
     ):
         """Apply the epilogue to a tile, or to a share of its columns, and store it part by part.
 
@@ -133,6 +141,7 @@ class TileEpilogue:
 
         Args:
             held: of ``fetch``.
+            turn: how many tiles the warpgroup has stored before.
             share: which one; only with split-K.
         """
         self._share_rows(ends, held, who)
@@ -157,7 +166,10 @@ class TileEpilogue:
                 tile.col * per_atom + inside,
                 tile.matrix,
             )
-            buffer = who.group * self.buffers + p % self.buffers
+            number = Int32(p)
+            if const_expr(self.pieces % self.buffers):  # a tile begins where the one before ended
+                number = turn * self.pieces + p
+            buffer = who.group * self.buffers + number % self.buffers
             pending = const_expr(self.buffers * len(ends.sinks) - 1)
             for which, values in visit.outputs(
                 self.spec.epilogue,

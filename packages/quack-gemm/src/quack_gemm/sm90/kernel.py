@@ -374,11 +374,11 @@ class GemmSm90:
                 share = split.exchange(
                     sums, inbox, self._exchange(at, who), config.split_k, self.shares, done
                 )
-                done += 1
                 if at.part < self.shares:
-                    self.epilogue.finish(share, ends, held, tile, sizes, who, at.part)
+                    self.epilogue.finish(share, ends, held, tile, sizes, who, done, at.part)
             else:
-                self.epilogue.finish(sums, ends, held, tile, sizes, who)
+                self.epilogue.finish(sums, ends, held, tile, sizes, who, done)
+            done += 1
             work += step
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
             if who.group == tiles % 2:

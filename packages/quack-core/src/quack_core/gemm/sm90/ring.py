@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
 
     row: Int32
     col: Int32
-    part: Int32
+    part: Int32 | int = 0
 
 
 def allocate(smem: cutlass.memory.SmemAllocator, stages: int) -> Ring:

@@ -112,6 +112,7 @@ def exchange(
     Source: PTX ISA, st.async.
     """
     size = const_expr(cute.size(sums) // shares)
+    each = [_part_of(sums, share * size, size) for share in range(shares)]
     mine = cute.make_rmem_tensor(size, Float32)
     mine.fill(Float32(0.0))
     phase = Phase(at.group, turn & 1)
@@ -119,8 +120,7 @@ def exchange(
         drain(inbox, at.group, turn)
     for share in cutlass.range_constexpr(shares):
         if at.part == share:
-            for i in cutlass.range_constexpr(size):
-                mine[i] = sums[share * size + i]
+            mine.store(each[share].load())
         else:
             sender = (at.part - share - 1 + splits) % splits
             target = inbox.sums[None, at.thread, None, sender, at.group]
@@ -153,6 +153,11 @@ def drain(inbox: Inbox, group: Int32, turn: Int32) -> None:
         turn: how many tiles there were, at least one.
     """
     barrier.wait(inbox.read, Phase(group, (turn - 1) & 1))
+
+
+def _part_of(sums: cute.Tensor, first: int, size: int) -> cute.Tensor:
+    """So many registers of a tensor."""
+    return cute.make_tensor(sums.iterator + first, cute.make_layout(size))
 
 
 def _send(
