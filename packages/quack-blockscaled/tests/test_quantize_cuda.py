@@ -5,11 +5,19 @@ import torch
 from torch import Tensor
 
 from quack_blockscaled import quantize
-from quack_blockscaled.formats import FP8_BLOCK_1X128, MXFP4, MXFP8_E4M3, MXFP8_E5M2, BlockFormat
+from quack_blockscaled.formats import (
+    FP8_BLOCK_1X128,
+    FP8_BLOCK_128X128,
+    MXFP4,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    BlockFormat,
+)
 from quack_blockscaled.scales import RULES
 from quack_core.errors import UnsupportedError
 
-BUILT = (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128)
+ROWS = (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128)
+BUILT = (*ROWS, FP8_BLOCK_128X128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -30,11 +38,13 @@ def check(x: Tensor, format: BlockFormat, rule: str = "rceil") -> None:
 def test_blocks_of_all_magnitudes(dtype: torch.dtype, format: BlockFormat) -> None:
     """Exponents from the smallest subnormals to Inf, NaN, zeros of both signs."""
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(1000, 1024, generator=draw) * 2.0 ** torch.randint(
-        -150, 128, (1000, 1), generator=draw
+    x = torch.randn(1024, 1024, generator=draw) * 2.0 ** torch.randint(
+        -150, 128, (1024, 1), generator=draw
     )
-    x[::17, ::97], x[5], x[6, ::2], x[6, 1::2] = torch.nan, 0.0, 0.0, -0.0
-    x[::19, 5], x[::23, 700] = torch.inf, -torch.inf
+    x[128:256:17, ::97], x[5], x[6, ::2], x[6, 1::2] = torch.nan, 0.0, 0.0, -0.0
+    x[256:512] *= 2.0**-100
+    x[512:640] = 0.0
+    x[700::19, 5], x[700::23, 700] = torch.inf, -torch.inf
     check(x.to(dtype), format)
 
 
@@ -46,7 +56,7 @@ def test_rules(rule: str) -> None:
         check(x, format, rule)
 
 
-@pytest.mark.parametrize("format", BUILT, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", ROWS, ids=lambda f: f.name)
 def test_all_numbers_of_16_bits_beside_each_maximum(format: BlockFormat) -> None:
     words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = words[words.isfinite()].view(-1, format.cols // 2)
@@ -58,6 +68,15 @@ def test_all_numbers_of_16_bits_beside_each_maximum(format: BlockFormat) -> None
 @pytest.mark.parametrize("shape", [(128,), (1, 128), (3, 5, 256), (8191, 128), (0, 128), (2, 0)])
 def test_shapes(shape: tuple[int, ...]) -> None:
     check(torch.randn(shape).bfloat16(), FP8_BLOCK_1X128)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (3, 128, 256), (2, 2, 128, 128)])
+def test_shapes_of_tiles(shape: tuple[int, ...]) -> None:
+    for rows in range(2):  # small numbers below large ones, and beside them
+        x = torch.randn(shape)
+        x[..., 64 * rows :, :] *= 1e-3
+        x[..., :64] *= 1e4
+        check(x.bfloat16(), FP8_BLOCK_128X128)
 
 
 def test_views_are_copied() -> None:

@@ -54,10 +54,11 @@ def test_inverses_are_those_of_the_reference() -> None:
 
 def test_which_formats_have_a_kernel() -> None:
     built = {name for name, format in FORMATS.items() if is_built(format)}
-    assert built == {"mxfp8_e4m3", "mxfp8_e5m2", "fp8_block_1x128"}
+    assert built == {"mxfp8_e4m3", "mxfp8_e5m2", "fp8_block_1x128", "fp8_block_128x128"}
     odd = BlockFormat("odd", E4M3, E8M0, (1, 48))
     wide = BlockFormat("wide", E4M3, E8M0, (1, 512))
-    for format in (odd, wide, formats.MXFP4, formats.FP8_BLOCK_128X128):
+    tall = BlockFormat("tall", E4M3, E8M0, (64, 128))
+    for format in (odd, wide, tall, formats.MXFP4, formats.NVFP4):
         with pytest.raises(UnsupportedError, match=rf"no kernel for {format.name}.*call \.cpu"):
             QuantizeSpec("bfloat16", format)
 
@@ -66,7 +67,7 @@ def test_names_tell_kernels_apart() -> None:
     names = {
         QuantizeSpec(x, format, rule).name
         for x in ("bfloat16", "float32")
-        for format in (formats.MXFP8_E4M3, formats.FP8_BLOCK_1X128)
+        for format in (formats.MXFP8_E4M3, formats.FP8_BLOCK_128X128)
         for rule in ("rceil", "floor")
     }
     assert len(names) == 8

@@ -14,7 +14,6 @@ from .. import sizes
 from ..formats import BlockFormat
 from .spec import QuantizeConfig, QuantizeSpec
 
-MODULE = f"{__package__}.kernel"
 ALIGN = 16
 
 
@@ -56,7 +55,8 @@ def forward(
     stored = scales.flatten()
     if stored.dtype != torch.float32:
         stored = stored.view(torch.uint8)
-    _kernel(spec, x.get_device())(x.flatten(), values.flatten().view(torch.uint8), stored)
+    codes = values.flatten().view(torch.uint8)
+    _kernel(spec, x.get_device())(x.flatten(), codes, stored, x.shape[-1])
     return values, scales
 
 
@@ -64,5 +64,7 @@ def forward(
 def _kernel(spec: QuantizeSpec, device: int) -> Callable[..., None]:
     """Finding a kernel reads source files."""
     with torch_workspace.relaxed_capture():
-        found: Callable[..., None] = cache.load(MODULE, spec, QuantizeConfig(), arch.detect(device))
+        found: Callable[..., None] = cache.load(
+            spec.module, spec, QuantizeConfig(), arch.detect(device)
+        )
     return found

@@ -10,13 +10,15 @@ from ..formats import E4M3, E5M2, E8M0, FLOAT32, BlockFormat
 VECTOR = 8
 """Elements of a thread's access: 16 bytes of 16 bits."""
 WARP = 32
+TILE = (128, 128)
+"""Of blocks of several rows: 64 elements for each of 256 threads."""
 ELEMENTS = (E4M3, E5M2)
 """Those that SM89 and later convert to by an instruction."""
 
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """Blocks of one row along contiguous memory, elements of 8 bits, to the nearest.
+    """Blocks along contiguous memory, elements of 8 bits, rounded to the nearest.
 
     Args:
         x: dtype of what is quantised.
@@ -35,8 +37,8 @@ class QuantizeSpec:
         if not is_built(self.format):
             raise UnsupportedError(
                 f"quantize: there is no kernel for {self.format.name}",
-                f"kernels are for blocks of one row, of {VECTOR} to {VECTOR * WARP} columns (a power "
-                "of two), elements e4m3 or e5m2, and scales e8m0 or float32",
+                f"kernels are for blocks of 1x{VECTOR} to 1x{VECTOR * WARP} (a power of two) and of "
+                "128x128, elements e4m3 or e5m2, and scales e8m0 or float32",
                 "call .cpu() on x first: CPU tensors run the reference",
             )
 
@@ -46,9 +48,9 @@ class QuantizeSpec:
         return f"quantize_{dtypes.short(self.x)}_{self.format.name}_{self.scale_rounding}"
 
     @property
-    def threads_per_block(self) -> int:
-        """Neighbouring lanes that share a block."""
-        return self.format.cols // VECTOR
+    def module(self) -> str:
+        """Where the kernel is."""
+        return f"{__package__}.{'rows' if self.format.rows == 1 else 'tiles'}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class QuantizeConfig:
 
     Args:
         threads: of a CTA.
-        unroll: vectors that a thread has in flight.
+        unroll: vectors that a thread has in flight, of blocks of one row.
     """
 
     threads: int = 256
@@ -66,11 +68,10 @@ class QuantizeConfig:
 
 def is_built(format: BlockFormat) -> bool:
     """Whether there is a kernel for a format."""
+    one_row = format.rows == 1 and VECTOR <= format.cols <= VECTOR * WARP
     return (
         format.element in ELEMENTS
         and format.scale in (E8M0, FLOAT32)
         and not format.per_tensor
-        and format.rows == 1
-        and VECTOR <= format.cols <= VECTOR * WARP
-        and format.cols & (format.cols - 1) == 0
+        and (format.block == TILE or (one_row and format.cols & (format.cols - 1) == 0))
     )
