@@ -74,6 +74,7 @@ def test_blockscaled_exports_exactly_the_promised_names(fresh_python):
         "__version__",
         "dequantize",
         "load_file",
+        "matmul",
         "quantize",
         "save_file",
         "supports",
@@ -126,9 +127,15 @@ centred = torch.nn.functional.layer_norm(x, (24,), weight)
 whole = square.abs().ceil().repeat(1, 32)  # up to 16 such numbers lose nothing
 blocks = quack_blockscaled.quantize(whole, quack_blockscaled.MXFP8_E4M3)
 scales = blocks.scales.float().repeat_interleave(32, 1)
+left, right = torch.eye(128)[:5] * 448, torch.arange(128.0) // 8 * torch.ones(128, 1)
+factors = (
+    quack_blockscaled.quantize(left, quack_blockscaled.FP8_BLOCK_1X128),
+    quack_blockscaled.quantize(right, quack_blockscaled.FP8_BLOCK_128X128).mT,
+)
 outcomes = {{
     "quantize": (blocks.values.float() * scales, whole),
     "dequantize": (quack_blockscaled.dequantize(blocks), whole),
+    "matmul": (quack_blockscaled.matmul(*factors), left @ factors[1].dequantize()),
     "rmsnorm": (quack_norm.rmsnorm(x, weight), wanted),
     "RMSNorm": (quack_norm.RMSNorm(24, eps=1e-6)(x), plain),
     "QuackRMSNorm": (quack_norm.QuackRMSNorm(dim=24)(x), plain),
@@ -194,7 +201,7 @@ def test_no_submodule_replaces_a_public_name(after_importing_everything):
 
 NAMES = ["rmsnorm", "RMSNorm", "QuackRMSNorm", "layernorm", "LayerNorm"]
 NAMES += ["softmax", "log_softmax", "cross_entropy", "cross_entropy_from_lse", "topk", "gemm"]
-NAMES += ["quantize", "dequantize"]
+NAMES += ["quantize", "dequantize", "matmul"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -239,6 +239,8 @@ def test_what_is_built(format: BlockFormat) -> None:
     wanted = {("quantize", "cpu"), ("dequantize", "cpu")}
     if format in (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128, FP8_BLOCK_128X128):
         wanted |= {("quantize", where) for where in ("sm90", "sm_100a", "10.3", arch.SM120)}
+    if format == FP8_BLOCK_1X128:
+        wanted |= {("matmul", "cpu"), ("matmul", "sm90")}
     assert {key for key, found in built.items() if found} == wanted
 
 

@@ -7,6 +7,7 @@ from quack_blockscaled.__about__ import __version__ as __version__
 
 if TYPE_CHECKING:
     from quack_blockscaled.api import dequantize as dequantize
+    from quack_blockscaled.api import matmul as matmul
     from quack_blockscaled.api import quantize as quantize
     from quack_blockscaled.api import supports as supports
     from quack_blockscaled.files import load_file as load_file
@@ -41,6 +42,7 @@ _HOME = {
     "ScaleFormat": "quack_blockscaled.formats",
     "dequantize": "quack_blockscaled.api",
     "load_file": "quack_blockscaled.files",
+    "matmul": "quack_blockscaled.api",
     "quantize": "quack_blockscaled.api",
     "save_file": "quack_blockscaled.files",
     "supports": "quack_blockscaled.api",
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "dequantize",
     "load_file",
+    "matmul",
     "quantize",
     "save_file",
     "supports",

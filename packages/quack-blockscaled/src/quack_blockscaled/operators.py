@@ -14,6 +14,8 @@ from quack_core.errors import UnsupportedError
 
 from . import record, reference, sizes
 from .formats import BlockFormat
+from .product import launch as multiply
+from .product import reference as multiplied
 from .quantizer import launch
 
 _LIBRARY = torch.library.Library("quack_blockscaled", "FRAGMENT")
@@ -166,3 +168,25 @@ dequantize_fwd = torch_op.register(
     fake=_dequantize_fake,
     backward=_no_gradient("dequantize"),
 )
+
+
+def _matmul_fake(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+matmul_fwd = torch_op.register(
+    _LIBRARY,
+    "matmul_fwd(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, ScalarType dtype) -> Tensor",
+    cpu=multiplied.matmul,
+    cuda=multiply.forward,
+    fake=_matmul_fake,
+    backward=_no_gradient("matmul"),
+)
+
+
+def matmul(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parts of two `BlockScaledTensor`, checked; arguments as of `matmul.reference`."""
+    found: Tensor = matmul_fwd(a, scale_a, b, scale_b, dtype)
+    return found

@@ -1,0 +1,1 @@
+"""Products of block-scaled operands: one kernel per architecture."""

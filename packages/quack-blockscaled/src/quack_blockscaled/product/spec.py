@@ -1,0 +1,126 @@
+"""What a product computes, and how: frozen records, without torch or the DSL."""
+
+import math
+from dataclasses import dataclass
+
+from quack_core import dtypes
+
+from ..formats import E4M3, FLOAT32, BlockFormat
+
+BLOCK = 128
+"""Elements along K that have one scale: a stage of the kernel, and the width of a swizzle in 8 bits."""
+PARTS = 2
+"""Of a tile's columns: one is added to the sums while the next one is multiplied."""
+ATOM_M = 64
+GROUPS = 2
+"""Warpgroups that multiply; each has 64 of a tile's rows."""
+TILE_M = ATOM_M * GROUPS
+PIECE_COLS = 32
+"""Columns that a warpgroup stores at a time."""
+SMEM_BYTES = 232448
+"""Shared memory of a CTA on SM90."""
+STORE_COLS = 16
+"""Columns that could be multiplied while a tile is stored, about."""
+BARRIER_BYTES = 2048
+"""For barriers, and what alignment takes."""
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """D = A Bᵀ of e4m3 in blocks: A's of 1x128, those of B of 128x128.
+
+    Args:
+        d: dtype of the result.
+    """
+
+    d: str
+
+    @property
+    def name(self) -> str:
+        """As profilers show it."""
+        return f"matmul_fp8_blocks_{dtypes.short(self.d)}"
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """A persistent kernel of SM90: one warp loads, two warpgroups multiply.
+
+    Args:
+        tile_n: columns of a tile, which has 128 rows.
+        cluster_m: CTAs of a cluster, which share B.
+        group: rows of clusters whose tiles are worked on together, for L2.
+    """
+
+    tile_n: int = 192
+    cluster_m: int = 2
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        if self.tile_n not in (128, 192):
+            raise ValueError(f"tile_n={self.tile_n}: must be 128 or 192")
+        if self.cluster_m not in (1, 2):
+            raise ValueError(f"cluster_m={self.cluster_m}: must be 1 or 2")
+        if self.group < 1:
+            raise ValueError(f"group={self.group}: must be at least 1")
+
+    @property
+    def scale_cols(self) -> int:
+        """Columns with one scale of B, wherever a tile begins."""
+        return math.gcd(self.tile_n, BLOCK)
+
+    @property
+    def scales_b(self) -> int:
+        """Scales of B that a stage of a tile needs."""
+        return self.tile_n // self.scale_cols
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (1 + GROUPS)
+
+    @property
+    def stage_bytes(self) -> int:
+        """That TMA brings."""
+        return (TILE_M + self.tile_n) * BLOCK
+
+    def store_bytes(self, spec: MatmulSpec) -> int:
+        """Shared memory of what is on its way out: two pieces of a warpgroup."""
+        return GROUPS * 2 * ATOM_M * PIECE_COLS * dtypes.width(spec.d) // 8
+
+    def depth(self, spec: MatmulSpec) -> int:
+        """Stages: as many as fit, each with its scales."""
+        scales = 4 * (TILE_M + self.scales_b)
+        room = SMEM_BYTES - BARRIER_BYTES - self.store_bytes(spec)
+        return room // (self.stage_bytes + scales)
+
+    def smem_bytes(self, spec: MatmulSpec) -> int:
+        """Shared memory of a CTA."""
+        scales = 4 * (TILE_M + self.scales_b)
+        stages = self.depth(spec) * (self.stage_bytes + scales)
+        return BARRIER_BYTES + self.store_bytes(spec) + stages
+
+
+def is_built(a: BlockFormat, b: BlockFormat) -> bool:
+    """Whether there is a product for two formats."""
+    return all(
+        one.element == E4M3 and one.scale == FLOAT32 and one.block == block
+        for one, block in ((a, (1, BLOCK)), (b, (BLOCK, BLOCK)))
+    )
+
+
+def choose(m: int, n: int, sms: int) -> MatmulConfig:
+    """The configuration whose rounds of tiles take the fewest columns.
+
+    Args:
+        m, n: of D.
+        sms: of the device.
+    """
+
+    def columns(config: MatmulConfig) -> int:
+        clusters = -(-m // (TILE_M * config.cluster_m)) * -(-n // config.tile_n)
+        rounds = -(-clusters // max(1, sms // config.cluster_m))
+        return rounds * (config.tile_n + STORE_COLS)
+
+    # Of equals the first: sharing B and wide tiles cost less memory traffic.
+    shared = (2, 1) if m > TILE_M else (1,)  # or else the second CTA has no rows
+    found = (MatmulConfig(tile_n, cluster_m) for cluster_m in shared for tile_n in (192, 128))
+    return min(found, key=columns)

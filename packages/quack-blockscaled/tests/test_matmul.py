@@ -1,0 +1,217 @@
+"""Products of blocks: against float64, what is refused, what a kernel is handed, what a GPU gives."""
+
+import contextlib
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quack_blockscaled import (
+    FP8_BLOCK_1X128,
+    FP8_BLOCK_128X128,
+    MXFP8_E4M3,
+    BlockScaledTensor,
+    matmul,
+    operators,
+    quantize,
+)
+from quack_blockscaled.product import launch
+from quack_blockscaled.product.spec import MatmulConfig, MatmulSpec, choose
+from quack_core import arch, occupancy, torch_workspace
+from quack_core.errors import DTypeError, ShapeError, UnsupportedError
+from quack_core.jit import cache
+from quack_core.testing.compare import EPS32
+from quack_core.testing.inputs import random
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+KEPT = 2.0**-13
+"""Of a sum of 128 products, what the tensor cores of Hopper may lose of its largest terms."""
+
+
+def operands(
+    m: int, n: int, k: int, device: str = "cpu"
+) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """Blocks whose scales differ by powers of ten."""
+    x = random((m, k), F32, "cpu", seed=1) * 10.0 ** (torch.arange(k) // 128 % 5 - 3)
+    weight = random((n, k), F32, "cpu", seed=2) * 10.0 ** (torch.arange(n)[:, None] // 128 % 3 - 2)
+    a, b = quantize(x.to(BF16), FP8_BLOCK_1X128), quantize(weight.to(BF16), FP8_BLOCK_128X128)
+    return a.to(device), b.mT.to(device)
+
+
+def check(found: Tensor, a: BlockScaledTensor, b: BlockScaledTensor, kept: float) -> None:
+    """Within the rounding of the result, and what sums may lose of the sum of magnitudes."""
+    a64, b64 = (x.to("cpu").dequantize(F32).double() for x in (a, b))
+    right, terms = a64 @ b64, a64.abs() @ b64.abs()
+    steps = a.shape[1] // 128 + 128
+    kind = torch.finfo(found.dtype)
+    rounding = right.abs().clamp(min=kind.tiny) * kind.eps
+    allowed = terms * (kept + steps * EPS32) + rounding
+    error = (found.cpu().double() - right).abs()
+    assert (error <= allowed).all(), float((error / allowed.clamp(min=1e-300)).max())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 128, 128), (100, 256, 640), (300, 384, 1280)])
+def test_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    a, b = operands(*shape)
+    found = matmul(a, b, out_dtype=dtype)
+    assert found.dtype == dtype and found.shape == shape[:2]
+    check(found, a, b, 0.0)
+
+
+def test_default_dtype_is_that_of_what_was_quantised() -> None:
+    a, b = operands(4, 128, 128)
+    assert matmul(a, b).dtype == BF16
+
+
+def test_empty_sizes() -> None:
+    for m, n, k in ((0, 128, 128), (4, 0, 128), (4, 128, 0)):
+        a = quantize(torch.zeros(m, k), FP8_BLOCK_1X128)
+        b = quantize(torch.zeros(n, k), FP8_BLOCK_128X128).mT
+        assert torch.equal(matmul(a, b), torch.zeros(m, n))
+
+
+def test_a_lost_block_loses_its_row_only() -> None:
+    x = random((4, 256), F32, "cpu", seed=1)
+    x[2, 130] = torch.nan
+    _, b = operands(4, 128, 256)
+    found = matmul(quantize(x, FP8_BLOCK_1X128), b)
+    assert found[2].isnan().all() and found[[0, 1, 3]].isfinite().all()
+
+
+def test_meta_compile_and_opcheck() -> None:
+    a, b = operands(8, 128, 256)
+    there = matmul(a.to("meta"), b.to("meta"), out_dtype=F32)
+    assert (there.shape, there.dtype, there.device.type) == ((8, 128), F32, "meta")
+    compiled = torch.compile(matmul, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b), matmul(a, b))
+    parts = (a.values, a.scales, b.values.mT, b.scales.mT, F32)
+    torch.library.opcheck(
+        operators.matmul_fwd, parts, test_utils=("test_autograd_registration", "test_faketensor")
+    )
+
+
+def test_what_is_refused() -> None:
+    a, b = operands(8, 128, 256)
+    with pytest.raises(DTypeError, match="b is Tensor: it must be a BlockScaledTensor"):
+        matmul(a, b.values)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="a is mxfp8_e4m3, b is fp8_block_128x128"):
+        matmul(quantize(torch.zeros(8, 256), MXFP8_E4M3), b)
+    with pytest.raises(
+        ShapeError, match=r"b along -1: it must be -1 and -2, which is K; take \.mT"
+    ):
+        matmul(a, b.mT)
+    with pytest.raises(ShapeError, match=r"a\.shape\[1\] is 128, b\.shape\[0\] 256"):
+        matmul(quantize(torch.zeros(8, 128), FP8_BLOCK_1X128), b)
+    with pytest.raises(ShapeError, match="a has 3 dimensions: it must have 2"):
+        matmul(quantize(torch.zeros(2, 8, 256), FP8_BLOCK_1X128), b)
+    with pytest.raises(DTypeError, match="out_dtype"):
+        matmul(a, b, out_dtype=torch.float64)
+
+
+def test_gradients_raise() -> None:
+    a, b = operands(8, 128, 256)
+    parts = (a.values, a.scales.requires_grad_(), b.values.mT, b.scales.mT, F32)
+    with pytest.raises(UnsupportedError, match="matmul: a gradient was asked for"):
+        operators.matmul_fwd(*parts).sum().backward()
+
+
+# --- what a kernel is handed
+
+
+def test_configurations_fit() -> None:
+    for tile_n in (128, 192):
+        for d in ("bfloat16", "float32"):
+            config = MatmulConfig(tile_n)
+            assert config.depth(MatmulSpec(d)) >= 4
+            assert config.smem_bytes(MatmulSpec(d)) <= arch.SM90.smem_bytes
+            assert config.scales_b * config.scale_cols == tile_n and 128 % config.scale_cols == 0
+    for fields, message in (({"tile_n": 160}, "160"), ({"cluster_m": 3}, "3"), ({"group": 0}, "0")):
+        with pytest.raises(ValueError, match=f"={message}: must be"):
+            MatmulConfig(**fields)
+
+
+def test_choices() -> None:
+    assert choose(8192, 8192, 132) == MatmulConfig(192, 2)
+    assert choose(4096, 4096, 132).tile_n == 128  # 16 x 32 tiles: four rounds; 16 x 22: six of 192
+    assert choose(64, 7168, 132).cluster_m == 1  # a cluster's second CTA would have no rows
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    gpu = types.SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    monkeypatch.setattr(arch, "detect", lambda *_: arch.SM90)
+    monkeypatch.setattr(cache, "load", lambda *_: lambda *given: found.append(given))
+    monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
+    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
+    monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
+    return found
+
+
+def test_operands_of_a_kernel(launched: list[tuple[Any, ...]]) -> None:
+    a, b = operands(100, 256, 640)
+    wide = torch.zeros(100, 648, dtype=torch.float8_e4m3fn)
+    wide[:, :640] = a.values
+    for values, copied in ((a.values, False), (wide[:, :640], True)):
+        d = launch.forward(values, a.scales, b.values.mT, b.scales.mT, BF16)
+        given_a, given_b, scale_a, scale_b, out, resident = launched[-1]
+        assert (given_a.data_ptr() != values.data_ptr()) == copied
+        assert torch.equal(given_a.float(), a.values.float()) and given_a.stride(0) % 16 == 0
+        assert given_b.data_ptr() == b.values.data_ptr() and given_b.shape == (256, 640)
+        assert scale_a.shape == (100, 5) and scale_b.shape == (2, 5)
+        assert out is d and d.shape == (100, 256) and resident == 66
+
+
+def test_nothing_is_launched_for_nothing(launched: list[tuple[Any, ...]]) -> None:
+    a = quantize(torch.zeros(3, 0), FP8_BLOCK_1X128)
+    b = quantize(torch.zeros(128, 0), FP8_BLOCK_128X128)
+    d = launch.forward(a.values, a.scales, b.values, b.scales, F32)
+    assert torch.equal(d, torch.zeros(3, 128)) and launched == []
+
+
+def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arch, "detect", lambda *_: arch.SM100)
+    a, b = operands(8, 128, 128)
+    with pytest.raises(UnsupportedError, match="matmul on sm100; there are kernels for sm90 only"):
+        launch.forward(a.values, a.scales, b.values.mT, b.scales.mT, BF16)
+
+
+# --- on a GPU
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 128, 128), (100, 256, 640), (129, 384, 128), (257, 7168, 2048), (4096, 2176, 1536)],
+)
+def test_kernel(shape: tuple[int, int, int], dtype: torch.dtype, cuda: str) -> None:
+    a, b = operands(*shape, cuda)
+    found = matmul(a, b, out_dtype=dtype)
+    check(found, a, b, KEPT)
+    for _ in range(3):
+        assert torch.equal(matmul(a, b, out_dtype=dtype), found)
+
+
+@pytest.mark.parametrize(
+    "config", [MatmulConfig(t, c) for t in (128, 192) for c in (1, 2)], ids=str
+)
+def test_every_configuration(
+    config: MatmulConfig, cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "choose", lambda *_: config)
+    a, b = operands(1000, 4224, 1152, cuda)
+    check(matmul(a, b), a, b, KEPT)
+
+
+def test_nothing_of_full_size_is_made(cuda: str) -> None:
+    a, b = operands(512, 4096, 4096, cuda)
+    matmul(a, b)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = matmul(a, b)
+    assert torch.cuda.max_memory_allocated() - before <= found.nbytes + 512

@@ -1,0 +1,42 @@
+"""Products of blocks, compiled for one architecture: what holds before they ever run.
+
+Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quack_blockscaled.product.spec import PARTS, MatmulConfig, MatmulSpec
+from quack_core import arch as arches
+from quack_core import env
+from quack_core.jit.compile import compile_kernel
+from quack_core.testing import cubin
+
+ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
+CONFIGS = [MatmulConfig(192, 2), MatmulConfig(128, 2), MatmulConfig(128, 1)]
+
+
+@pytest.mark.skipif(not ARCH.wgmma, reason=f"the kernel of {ARCH.name} is not written")
+@pytest.mark.parametrize("d", ["bfloat16", "float32"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_matmul(config: MatmulConfig, d: str, tmp_path: Path) -> None:
+    spec = MatmulSpec(d)
+    compiled = compile_kernel(
+        "quack_blockscaled.product.sm90", spec, config, ARCH, dump_dir=tmp_path
+    )
+    facts, text = cubin.static_facts(compiled.cubin), cubin.sass(compiled.cubin)
+    assert not facts.spills
+    assert facts.usage.registers_per_cta(config.num_threads) <= ARCH.registers_per_sm
+    # The products of a stage, 32 of K in each, come in two parts, and no thread waits between them.
+    groups = text.split("WARPGROUP.ARRIVE")[1:]
+    issued = [len(re.findall(r"\bQGMMA\b", each)) for each in groups]
+    assert issued == [4] * PARTS
+    assert "WARPGROUP.DEPBAR" not in groups[0]
+    # Each sum is scaled by the addition itself.
+    sums = 64 * config.tile_n // 128
+    assert len(re.findall(r"\bFFMA\b", text)) == sums
+    assert not re.findall(r"\bFADD\b", text)
+    assert bool(re.findall(r"UTMALDG\.2D\.MULTICAST", text)) == (config.cluster_m > 1)
+    assert "MEMBAR.ALL.GPU" not in text
