@@ -127,7 +127,7 @@ centred = torch.nn.functional.layer_norm(x, (24,), weight)
 whole = square.abs().ceil().repeat(1, 32)  # up to 16 such numbers lose nothing
 blocks = quack_blockscaled.quantize(whole, quack_blockscaled.MXFP8_E4M3)
 scales = blocks.scales.float().repeat_interleave(32, 1)
-left, right = torch.eye(128)[:5] * 448, torch.arange(128.0) // 8 * torch.ones(128, 1)
+left, right = torch.eye(128)[:5] * 448, (1 + torch.arange(128.0) // 8) * torch.ones(128, 1)
 factors = (
     quack_blockscaled.quantize(left, quack_blockscaled.FP8_BLOCK_1X128),
     quack_blockscaled.quantize(right, quack_blockscaled.FP8_BLOCK_128X128).mT,
