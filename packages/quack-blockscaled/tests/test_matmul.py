@@ -156,11 +156,13 @@ def test_operands_of_a_kernel(launched: list[tuple[Any, ...]]) -> None:
     a, b = operands(100, 256, 640)
     wide = torch.zeros(100, 648, dtype=torch.float8_e4m3fn)
     wide[:, :640] = a.values
-    for values, copied in ((a.values, False), (wide[:, :640], True)):
+    one = a.values[:1].expand(100, 640)
+    for values, copied in ((a.values, False), (wide[:, :640], True), (one, True)):
         d = launch.forward(values, a.scales, b.values.mT, b.scales.mT, BF16)
         given_a, given_b, scale_a, scale_b, out, resident = launched[-1]
         assert (given_a.data_ptr() != values.data_ptr()) == copied
-        assert torch.equal(given_a.float(), a.values.float()) and given_a.stride(0) % 16 == 0
+        assert torch.equal(given_a.float(), values.float())
+        assert given_a.stride(0) % 16 == 0 and given_a.stride(0) > 0
         assert given_b.data_ptr() == b.values.data_ptr() and given_b.shape == (256, 640)
         assert scale_a.shape == (100, 5) and scale_b.shape == (2, 5)
         assert out is d and d.shape == (100, 256) and resident == 66
@@ -183,10 +185,17 @@ def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- on a GPU
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 128, 128), (100, 256, 640), (129, 384, 128), (257, 7168, 2048), (4096, 2176, 1536)],
+    [
+        (1, 128, 128),
+        (100, 256, 640),
+        (129, 384, 128),
+        (257, 7168, 2048),
+        (4096, 2176, 1536),
+        (8192, 8192, 128),  # more tiles than clusters, and fewer steps than stages
+    ],
 )
 def test_kernel(shape: tuple[int, int, int], dtype: torch.dtype, cuda: str) -> None:
     a, b = operands(*shape, cuda)

@@ -79,6 +79,22 @@ def test_shapes_of_tiles(shape: tuple[int, ...]) -> None:
         check(x.bfloat16(), FP8_BLOCK_128X128)
 
 
+@pytest.mark.parametrize("cols", [8, 16, 64, 256])
+def test_blocks_of_your_own(cols: int) -> None:
+    """Of one vector, which needs no other lane, up to a whole warp."""
+    format = BlockFormat(f"mine_{cols}", MXFP8_E4M3.element, MXFP8_E4M3.scale, (1, cols))
+    check(torch.randn(37, 768).bfloat16(), format)
+
+
+def test_past_2_to_the_31_elements() -> None:
+    x = torch.zeros(2**31 + 4096, dtype=torch.bfloat16, device="cuda").view(-1, 4096)
+    x[-1] = torch.randn(4096)
+    found, last = quantize(x, MXFP8_E4M3), quantize(x[-1].cpu(), MXFP8_E4M3)
+    assert torch.equal(found.values[-1].cpu().view(torch.uint8), last.values.view(torch.uint8))
+    assert torch.equal(found.scales[-1].cpu().view(torch.uint8), last.scales.view(torch.uint8))
+    assert not found.values[:-1].view(torch.uint8).any()
+
+
 def test_views_are_copied() -> None:
     x = torch.randn(64, 520).bfloat16().cuda()
     for part in (x[:, 4:132], x[:, ::4][:, :128], x.mT[:, :32].contiguous().mT[:, :512].mT):

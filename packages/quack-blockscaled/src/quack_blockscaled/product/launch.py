@@ -40,7 +40,9 @@ def forward(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
 
 def _readable(x: Tensor) -> Tensor:
     """Rows of contiguous elements that begin at multiples of 16 bytes."""
-    if x.stride(1) == 1 and x.stride(0) % ALIGN == 0 and x.data_ptr() % ALIGN == 0:
+    step = x.stride(0)
+    rows = step % ALIGN == 0 and (step > 0 or x.shape[0] == 1)
+    if x.stride(1) == 1 and rows and x.data_ptr() % ALIGN == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint8, const_expr
 
 from quack_core.device import copy
 from quack_core.jit.compile import symbolic
-from quack_core.jit.dsl import make_fake_compact_tensor, sym_int
+from quack_core.jit.dsl import make_fake_compact_tensor, sym_int64
 
 from ..formats import E4M3, E8M0, SMALLEST_FLOAT32
 from . import bits
@@ -92,11 +92,11 @@ def words(values: cute.Tensor, at: Int64) -> cute.Tensor:
 
 def arguments(spec: QuantizeSpec) -> tuple[Any, Any, Any]:
     """Symbolic x, values (uint8) and scales (uint8 or float32): contiguous, of one dimension."""
-    count = sym_int(divisibility=spec.format.cols)
+    count, blocks = sym_int64(divisibility=spec.format.cols), sym_int64()
     x = symbolic(spec.x, (count,), align=ALIGN, contiguous=True)
     if spec.format.scale == E8M0:
-        return x, _bytes(count, VECTOR), _bytes(sym_int(), 1)
-    return x, _bytes(count, VECTOR), symbolic("float32", (sym_int(),), align=4, contiguous=True)
+        return x, _bytes(count, VECTOR), _bytes(blocks, 1)
+    return x, _bytes(count, VECTOR), symbolic("float32", (blocks,), align=4, contiguous=True)
 
 
 def _bytes(count: Any, align: int) -> Any:

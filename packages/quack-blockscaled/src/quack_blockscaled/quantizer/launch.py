@@ -56,7 +56,8 @@ def forward(
     if stored.dtype != torch.float32:
         stored = stored.view(torch.uint8)
     codes = values.flatten().view(torch.uint8)
-    _kernel(spec, x.get_device())(x.flatten(), codes, stored, x.shape[-1])
+    columns = min(x.shape[-1], 2**31 - 1)  # more are in one row, where they do not matter
+    _kernel(spec, x.get_device())(x.flatten(), codes, stored, columns)
     return values, scales
 
 
