@@ -1,7 +1,7 @@
 """All configurations of a GEMM on a list of shapes: how far the rule's choice is from the best.
 
-Results are a JSON list in ``<out>/<gpu>/gemm_sweep.json``, an object for each shape. Whether results are
-right is for the tests and the suites; here only time counts.
+Results are a JSON list in ``<out>/<gpu>/gemm_sweep.json``, an object for each shape. Whether results
+are right is for the tests and the suites; here only time counts.
 """
 
 import json
@@ -31,8 +31,8 @@ from .variant import Failure, attempt
 REPLAY_US = 600.0
 """A replay takes at least about this long."""
 HOPELESS = 1.8
-"""Times the least cycles that the rule predicts; such configurations are left out. Of the first 45 shapes,
-which had none left out, none was fastest with a configuration beyond 1.5."""
+"""Times the least cycles that the rule predicts; such configurations are left out. Of the first 45
+shapes, which had none left out, none was fastest with a configuration beyond 1.5."""
 FINAL = 10
 """Configurations that are timed again, with the default one among them."""
 SCREENING_ROUNDS = 2
@@ -52,7 +52,11 @@ def random_shapes(seed: int, count: int) -> list[tuple[int, ...]]:
 
 
 def cases_of(suite: str, text: str | None) -> list[Case]:
-    """Cases of a suite, weights as torch.nn.Linear keeps them; or of ``"random:SEED:COUNT"`` in its place for the shapes."""
+    """Cases of a suite, weights as torch.nn.Linear keeps them.
+
+    Args:
+        text: shapes in place of the suite's, or ``"random:SEED:COUNT"``.
+    """
     if text and text.startswith("random:"):
         _, seed, count = text.split(":")
         chosen = random_shapes(int(seed), int(count))

@@ -1,7 +1,5 @@
 """Products of blocks: against float64, what is refused, what a kernel is handed, what a GPU gives."""
 
-import contextlib
-import types
 from typing import Any
 
 import pytest
@@ -19,9 +17,9 @@ from quack_blockscaled import (
 )
 from quack_blockscaled.product import launch
 from quack_blockscaled.product.spec import MatmulConfig, MatmulSpec, choose
-from quack_core import arch, occupancy, torch_workspace
+from quack_core import arch
 from quack_core.errors import DTypeError, ShapeError, UnsupportedError
-from quack_core.jit import cache
+from quack_core.testing import fake_cuda
 from quack_core.testing.compare import EPS32
 from quack_core.testing.inputs import random
 
@@ -142,12 +140,7 @@ def test_choices() -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    gpu = types.SimpleNamespace(multi_processor_count=132, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    monkeypatch.setattr(arch, "detect", lambda *_: arch.SM90)
-    monkeypatch.setattr(cache, "load", lambda *_: lambda *given: found.append(given))
-    monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
-    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
+    fake_cuda.stand_in(monkeypatch, lambda *_: lambda *given: found.append(given))
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
     return found
 

@@ -1,6 +1,5 @@
 """What a quantising kernel is handed: shapes, dtypes, copies. No kernel runs."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from quack_blockscaled.formats import (
 )
 from quack_blockscaled.quantizer import launch
 from quack_blockscaled.quantizer.spec import QuantizeConfig, QuantizeSpec
-from quack_core import arch, torch_workspace
+from quack_core import arch
 from quack_core.errors import UnsupportedError
-from quack_core.jit import cache
+from quack_core.testing import fake_cuda
 
 BF16 = torch.bfloat16
 
@@ -32,9 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         assert target is arch.SM90 and config == QuantizeConfig()
         return lambda *operands: found.append((module, spec, *operands))
 
-    monkeypatch.setattr(arch, "detect", lambda *_: arch.SM90)
-    monkeypatch.setattr(cache, "load", load)
-    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
+    fake_cuda.stand_in(monkeypatch, load)
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
     return found
 

@@ -1,7 +1,5 @@
 """The kernels that are listed for a call are those that the call loads."""
 
-import contextlib
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +7,14 @@ import pytest
 import torch
 
 import quack_gemm
-from quack_core import arch, occupancy, torch_workspace
+from quack_core import arch
 from quack_core.cli.warmup import kernels_of
 from quack_core.errors import LayoutError, UnsupportedError
 from quack_core.gemm.epilogue import AddVector
-from quack_core.jit import cache, compile_keys
+from quack_core.jit import compile_keys
 from quack_core.jit.keys import Kernel
 from quack_core.jit.models import MODELS, Model
+from quack_core.testing import fake_cuda
 from quack_gemm import GemmConfig, kernels, launch, repeat
 
 SM90, SM100 = arch.get("sm90"), arch.get("sm100")
@@ -31,13 +30,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
         found.append(Kernel(module, spec, config, target))
         return lambda *operands: None
 
-    sms = types.SimpleNamespace(multi_processor_count=kernels.SMS, major=9, minor=0)
+    fake_cuda.stand_in(monkeypatch, load)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: sms)
-    monkeypatch.setattr(arch, "detect", lambda *_: SM90)
-    monkeypatch.setattr(cache, "load", load)
-    monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
-    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(repeat, "_calls", {})
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)

@@ -1,7 +1,5 @@
 """Calls like an earlier one: what they hand to the kernel, and when they are looked at again."""
 
-import contextlib
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quack_core import arch, occupancy, torch_workspace
 from quack_core.errors import DTypeError, LayoutError, ShapeError
-from quack_core.jit import cache
+from quack_core.testing import fake_cuda
 from quack_gemm import check, gemm, launch, repeat
 from quack_gemm.config import GemmConfig
 
@@ -22,13 +19,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What kernels were called with; CPU tensors go where CUDA tensors go."""
     found: list[tuple[Any, ...]] = []
-    gpu = types.SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    fake_cuda.stand_in(monkeypatch, lambda *_: lambda *operands: found.append(operands))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    monkeypatch.setattr(arch, "detect", lambda *_: arch.SM90)
-    monkeypatch.setattr(cache, "load", lambda *_: lambda *operands: found.append(operands))
-    monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
-    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
     monkeypatch.setattr(repeat, "_calls", {})

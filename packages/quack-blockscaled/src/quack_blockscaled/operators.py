@@ -94,13 +94,7 @@ def _quantize_fake(
     element_rounding: str,
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
-    kind = record.parse(format)
-    values = sizes.values_shape(x.shape, kind, dim)
-    scales = sizes.scales_shape(x.shape, kind, dim)
-    return (
-        x.new_empty(values, dtype=getattr(torch, kind.element.dtype)),
-        x.new_empty(scales, dtype=getattr(torch, kind.scale.dtype)),
-    )
+    return launch.empty(x, record.parse(format), dim)
 
 
 def _dequantize_cpu(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
+from quack_core.arch import SM90
 from quack_core.gemm.epilogue import Kind, operands
 
 from .spec import GemmSpec
@@ -14,11 +15,11 @@ ATOM_M = 64
 """Rows of a matrix instruction."""
 SWIZZLE_BYTES = 128
 """Along K in a stage: the width of the widest swizzle."""
-SMEM_BYTES = 232448
-"""Shared memory of a CTA on SM90."""
+SMEM_BYTES = SM90.smem_bytes
+"""Shared memory of a CTA."""
 BARRIER_BYTES = 2048
 """For barriers, and what alignment takes."""
-REGISTERS = 65536
+REGISTERS = SM90.registers_per_sm
 """Of an SM."""
 MOST_SUMS = {1: 192, 2: 192, 3: 96}
 """Sums of a thread, by the warpgroups that multiply: more spill."""

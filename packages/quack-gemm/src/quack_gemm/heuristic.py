@@ -173,14 +173,13 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     beside = STEP_CYCLES
     if dtypes.width(spec.a) == 8:
         beside += PROMOTE_CYCLES[config.pingpong]
-    store = _store(config, spec)
+    store, of_cluster = _store(config, spec), _traffic(problem) / clusters / DRAM_BYTES
 
     def round_of(count: int) -> float:
         """So many clusters at a time, a tile each."""
         from_l2 = loaded * SWIZZLE_BYTES * count * config.cluster / L2_BYTES
-        from_dram = _traffic(problem) * count / clusters / DRAM_BYTES
         step = sum(limit**STEEP for limit in (*of_sm, from_l2)) ** (1 / STEEP)
-        body = math.hypot(steps * (beside + step), from_dram)
+        body = math.hypot(steps * (beside + step), of_cluster * count)
         return max(body + TURN_CYCLES, store) if config.pingpong else body + store
 
     resident = max(1, RESIDENT[config.cluster] * problem.sms // SMS)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
+from quack_core.arch import SM90
 
 from ..formats import E4M3, FLOAT32, BlockFormat
 
@@ -17,8 +18,6 @@ GROUPS = 2
 TILE_M = ATOM_M * GROUPS
 PIECE_COLS = 32
 """Columns that a warpgroup stores at a time."""
-SMEM_BYTES = 232448
-"""Shared memory of a CTA on SM90."""
 STORE_COLS = 16
 """Columns that could be multiplied while a tile is stored, about."""
 BARRIER_BYTES = 2048
@@ -82,21 +81,23 @@ class MatmulConfig:
         """That TMA brings."""
         return (TILE_M + self.tile_n) * BLOCK
 
+    @property
+    def held_bytes(self) -> int:
+        """Of a stage, with its scales."""
+        return self.stage_bytes + 4 * (TILE_M + self.scales_b)
+
     def store_bytes(self, spec: MatmulSpec) -> int:
         """Shared memory of what is on its way out: two pieces of a warpgroup."""
         return GROUPS * 2 * ATOM_M * PIECE_COLS * dtypes.width(spec.d) // 8
 
     def depth(self, spec: MatmulSpec) -> int:
         """Stages: as many as fit, each with its scales."""
-        scales = 4 * (TILE_M + self.scales_b)
-        room = SMEM_BYTES - BARRIER_BYTES - self.store_bytes(spec)
-        return room // (self.stage_bytes + scales)
+        room = SM90.smem_bytes - BARRIER_BYTES - self.store_bytes(spec)
+        return room // self.held_bytes
 
     def smem_bytes(self, spec: MatmulSpec) -> int:
         """Shared memory of a CTA."""
-        scales = 4 * (TILE_M + self.scales_b)
-        stages = self.depth(spec) * (self.stage_bytes + scales)
-        return BARRIER_BYTES + self.store_bytes(spec) + stages
+        return BARRIER_BYTES + self.store_bytes(spec) + self.depth(spec) * self.held_bytes
 
 
 def is_built(a: BlockFormat, b: BlockFormat) -> bool:

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint8, const_expr
 
-from quack_core.device import copy
+from quack_core.device import copy, reduce
 from quack_core.jit.compile import symbolic
 from quack_core.jit.dsl import make_fake_compact_tensor, sym_int64
 
@@ -30,19 +30,17 @@ def widened(held: cute.Tensor) -> cute.Tensor:
 def largest(numbers: cute.Tensor) -> Int32:
     """The largest magnitude of a vector: its bits, which have the order of the numbers, NaN above all."""
     words = cute.recast_tensor(numbers, Int32)
-    found = Int32(0)
-    for i in cutlass.range_constexpr(VECTOR):
-        found = cutlass.max(found, words[i] & MAGNITUDE)
-    return found
+    return largest_of([words[i] & MAGNITUDE for i in range(VECTOR)])
 
 
-@cute.jit
-def over_lanes(found: Int32, lanes: cutlass.Constexpr[int]) -> Int32:
+def largest_of(words: list[Int32]) -> Int32:
+    """The largest of several."""
+    return reduce.combine_tree([(word,) for word in words], reduce.MAX)[0]
+
+
+def over_lanes(found: Int32, lanes: int) -> Int32:
     """The largest of so many neighbouring lanes, a power of two."""
-    while const_expr(lanes > 1):
-        lanes //= 2
-        found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, offset=lanes))
-    return found
+    return reduce.warp_reduce((found,), reduce.MAX, lanes)[0]
 
 
 @cute.jit

@@ -43,10 +43,7 @@ def forward(
             "call .cpu() on x first: CPU tensors run the reference",
         )
     spec = QuantizeSpec(torch_op.dtype_name(x.dtype), format, scale_rounding)
-    values = x.new_empty(x.shape, dtype=getattr(torch, format.element.dtype))
-    scales = x.new_empty(
-        sizes.scales_shape(x.shape, format, dim), dtype=getattr(torch, format.scale.dtype)
-    )
+    values, scales = empty(x, format, dim)
     if x.numel() == 0:
         return values, scales
     x = x.contiguous()
@@ -58,6 +55,16 @@ def forward(
     codes = values.flatten().view(torch.uint8)
     columns = min(x.shape[-1], 2**31 - 1)  # more are in one row, where they do not matter
     _kernel(spec, x.get_device())(x.flatten(), codes, stored, columns)
+    return values, scales
+
+
+def empty(x: Tensor, format: BlockFormat, dim: int) -> tuple[Tensor, Tensor]:
+    """Values and scales of a tensor like x, to be written."""
+    parts = (
+        (sizes.values_shape(x.shape, format, dim), format.element.dtype),
+        (sizes.scales_shape(x.shape, format, dim), format.scale.dtype),
+    )
+    values, scales = (x.new_empty(shape, dtype=getattr(torch, name)) for shape, name in parts)
     return values, scales
 
 

@@ -53,15 +53,12 @@ class QuantizeTiles:
         held = cute.make_rmem_tensor(cute.make_layout((VECTOR, self.vectors)), x.element_type)
         for i in cutlass.range_constexpr(self.vectors):
             cute.autovec_copy(convert.vector(x, self._at(i, tid, row, col, stride)), held[None, i])
-        amax = Int32(0)
-        for i in cutlass.range_constexpr(self.vectors):
-            amax = cutlass.max(amax, convert.largest(convert.widened(held[None, i])))
-        amax = convert.over_lanes(amax, WARP)
+        each = [convert.largest(convert.widened(held[None, i])) for i in range(self.vectors)]
+        amax = convert.over_lanes(convert.largest_of(each), WARP)
         if tid % WARP == 0:
             shared[tid // WARP] = amax
         cute.arch.sync_threads()
-        for warp in cutlass.range_constexpr(self.threads // WARP):
-            amax = cutlass.max(amax, shared[warp])
+        amax = convert.largest_of([shared[warp] for warp in range(self.threads // WARP)])
 
         # --- quantise, store
         scale, inverse = convert.scale(self.spec, amax)

@@ -5,9 +5,14 @@ A compiled function checks dtypes, shapes, strides, alignment and devices before
 that must be rejected, through :func:`rejection`: an accepted one launches on an invented address.
 """
 
+import contextlib
 import ctypes
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 _CUDA = 2
 _PAGE = 0x7F0000000000
@@ -138,3 +143,22 @@ def _row_major(shape: Sequence[int]) -> list[int]:
         strides.insert(0, step)
         step *= max(1, extent)
     return strides
+
+
+def stand_in(monkeypatch: "pytest.MonkeyPatch", load: Callable[..., Any]) -> None:
+    """An H200 in place of what launchers ask of a GPU, and of finding kernels. Needs torch.
+
+    Args:
+        load: in place of ``quack_core.jit.cache.load``; what it returns is launched.
+    """
+    import torch
+
+    from quack_core import arch, occupancy, torch_workspace
+    from quack_core.jit import cache
+
+    gpu = types.SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    monkeypatch.setattr(arch, "detect", lambda *_: arch.SM90)
+    monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
+    monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
+    monkeypatch.setattr(cache, "load", load)
