@@ -7,7 +7,6 @@ from quack_blockscaled.__about__ import __version__ as __version__
 
 if TYPE_CHECKING:
     from quack_blockscaled.api import dequantize as dequantize
-    from quack_blockscaled.api import matmul as matmul
     from quack_blockscaled.api import quantize as quantize
     from quack_blockscaled.api import supports as supports
     from quack_blockscaled.files import load_file as load_file
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from quack_blockscaled.formats import BlockFormat as BlockFormat
     from quack_blockscaled.formats import ElementFormat as ElementFormat
     from quack_blockscaled.formats import ScaleFormat as ScaleFormat
+    from quack_blockscaled.products import matmul as matmul
     from quack_blockscaled.tensor import BlockScaledTensor as BlockScaledTensor
 
 # Each public name and its module, imported on first use: those who want only a format, on a machine
@@ -42,7 +42,7 @@ _HOME = {
     "ScaleFormat": "quack_blockscaled.formats",
     "dequantize": "quack_blockscaled.api",
     "load_file": "quack_blockscaled.files",
-    "matmul": "quack_blockscaled.api",
+    "matmul": "quack_blockscaled.products",
     "quantize": "quack_blockscaled.api",
     "save_file": "quack_blockscaled.files",
     "supports": "quack_blockscaled.api",

@@ -8,11 +8,10 @@ from torch import Tensor
 from quack_core import arch as arches
 from quack_core import torch_op
 from quack_core.arch import Arch
-from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from quack_core.errors import DTypeError, ShapeError, UnsupportedError
 
 from . import operators, reference, scales, sizes
 from .formats import FP8_BLOCK_1X128, BlockFormat
-from .product.spec import is_built as multiplies
 from .quantizer.spec import is_built
 from .tensor import BlockScaledTensor, check_tensor_scale
 
@@ -79,59 +78,6 @@ def dequantize(x: BlockScaledTensor, dtype: torch.dtype | None = None) -> Tensor
     if not isinstance(x, BlockScaledTensor):
         raise DTypeError(f"dequantize: x is {type(x).__name__}: it must be a BlockScaledTensor")
     return x.dequantize(dtype)
-
-
-def matmul(
-    a: BlockScaledTensor, b: BlockScaledTensor, *, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """``a @ b`` of operands in blocks: the products of each 128 of K are summed, scaled, and added.
-
-    On Hopper the tensor cores take the operands as they are, and nothing of full size is made of
-    them; CPU tensors run the reference; meta and fake tensors give shapes.
-
-    Args:
-        a: (M, K) in `FP8_BLOCK_1X128` along K.
-        b: (K, N) in `FP8_BLOCK_128X128` along K: ``weight.mT`` of a quantised weight (N, K).
-        out_dtype: float32, bfloat16 or float16; by default that which ``a`` was quantised from.
-
-    Returns:
-        (M, N).
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: name operand, dimension, found and needed value.
-        UnsupportedError: other formats, or no kernel for the GPU; names the way out.
-
-    Numerics:
-        Sums of 128 products are those of the tensor cores, which keep about 14 bits of them on
-        Hopper; all else is float32, rounded once. Deterministic.
-    """
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, BlockScaledTensor):
-            raise DTypeError(
-                f"matmul: {name} is {type(x).__name__}: it must be a BlockScaledTensor"
-            )
-        if x.ndim != 2:
-            raise ShapeError(f"matmul: {name} has {x.ndim} dimensions: it must have 2")
-    if not multiplies(a.format, b.format):
-        raise UnsupportedError(
-            f"matmul: a is {a.format.name}, b is {b.format.name}",
-            "there are products of fp8_block_1x128 and fp8_block_128x128",
-            "quantise to these, or multiply what dequantize() gives",
-        )
-    if (a.dim, b.dim) != (-1, -2):
-        raise ShapeError(
-            f"matmul: a is quantised along {a.dim}, b along {b.dim}: it must be -1 and -2, which is K; "
-            "take .mT of a weight (N, K) that is quantised along -1"
-        )
-    if a.shape[1] != b.shape[0]:
-        raise ShapeError(
-            f"matmul: a.shape[1] is {a.shape[1]}, b.shape[0] {b.shape[0]}: must be equal"
-        )
-    if a.device != b.device:
-        raise DeviceError(f"matmul: a is on {a.device}, b on {b.device}")
-    dtype = a.dtype if out_dtype is None else out_dtype
-    torch_op.check_dtype("matmul", "out_dtype", dtype)
-    return operators.matmul(a.values, a.scales, b.values.mT, b.scales.mT, dtype)
 
 
 def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:

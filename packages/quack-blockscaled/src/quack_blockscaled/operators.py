@@ -167,7 +167,7 @@ dequantize_fwd = torch_op.register(
 def _matmul_fake(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+    return multiply.empty(a, b.shape[0], dtype)
 
 
 matmul_fwd = torch_op.register(
@@ -181,6 +181,23 @@ matmul_fwd = torch_op.register(
 
 
 def matmul(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts of two `BlockScaledTensor`, checked; arguments as of `matmul.reference`."""
+    """Parts of two `BlockScaledTensor`, checked; arguments as of `product.reference.matmul`."""
     found: Tensor = matmul_fwd(a, scale_a, b, scale_b, dtype)
     return found
+
+
+def matmul_into(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, accumulate: bool
+) -> Tensor:
+    """`matmul`, written to ``out`` or added to it."""
+    if a.is_cuda and torch_op.eager(a, scale_a, b, scale_b, out):
+        multiply.forward(a, scale_a, b, scale_b, out.dtype, out=out, accumulate=accumulate)
+        torch_op.bump_version(out)
+        return out
+    found = matmul(a, scale_a, b, scale_b, out.dtype)
+    return out.add_(found) if accumulate else out.copy_(found)
+
+
+def writable(out: Tensor) -> bool:
+    """Whether kernels can write a product there; nothing is known while torch.compile traces."""
+    return not torch_op.addressed(out) or multiply.is_readable(out)

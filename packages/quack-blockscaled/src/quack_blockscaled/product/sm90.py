@@ -1,15 +1,14 @@
 """The product of FP8 blocks on Hopper: a persistent kernel whose warpgroups have roles."""
 
 import functools
-from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.tensor_utils import LayoutEnum
 
 from quack_core.device import barrier, tma
@@ -19,8 +18,11 @@ from quack_core.gemm.sm90.fragment import WARPGROUP
 from quack_core.gemm.sm90.ring import Cluster
 from quack_core.jit.compile import symbolic
 from quack_core.jit.dsl import sym_int
+from quack_core.layout import views
 from quack_core.reduction.tiling import WARP
 
+from . import scaling
+from .scaling import Scales
 from .spec import ATOM_M, BLOCK, GROUPS, PARTS, PIECE_COLS, TILE_M, MatmulConfig, MatmulSpec
 
 ROW, K_MAJOR = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
@@ -29,13 +31,6 @@ REGISTERS = (40, 232)
 """Per thread of the warpgroup that loads, and of the others."""
 STORE = 1
 """First of the named barriers at which warpgroups write a piece of D."""
-
-
-class Scales(NamedTuple):
-    """Those of A and B, in global or in shared memory: (rows, steps) or (rows, stages)."""
-
-    a: cute.Tensor
-    b: cute.Tensor
 
 
 class MatmulSm90:
@@ -56,9 +51,9 @@ class MatmulSm90:
     def __call__(
         self,
         a: cute.Tensor,  # (M, K)
-        b: cute.Tensor,  # (N, K)
+        b: cute.Tensor,  # (L, N, K)
         scale_a: cute.Tensor,  # (M, K / 128)
-        scale_b: cute.Tensor,  # (N / 128, K / 128)
+        scale_b: cute.Tensor,  # (L, N / 128 or N, K / 128)
         d: cute.Tensor,  # (M, N)
         max_clusters: Int32,  # that the GPU holds at once
         stream: cuda.CUstream,
@@ -66,12 +61,14 @@ class MatmulSm90:
         config = self.config
         tile = (TILE_M, config.tile_n, BLOCK)
         self.d_dtype = d.element_type
+        b, scale_b = (views.permute(one, 1, 2, 0) for one in (b, scale_b))
         a_smem = hopper.make_smem_layout_a(ROW, tile, Float8E4M3FN, self.stages)
         b_smem = hopper.make_smem_layout_b(ROW, tile, Float8E4M3FN, self.stages)
         d_smem = store.smem_layout(self.d_dtype, ROW, PIECE_COLS, BUFFERS * GROUPS)
         load_a = tma.load_atom(a, a_smem, (TILE_M, BLOCK))
         load_b = tma.load_atom(b, b_smem, (config.tile_n, BLOCK), config.cluster_m)
-        store_d = tma.store_atom(d, d_smem, (ATOM_M, PIECE_COLS))
+        send = tma.add_atom if self.spec.accumulate else tma.store_atom
+        store_d = send(d, d_smem, (ATOM_M, PIECE_COLS))
         down = cute.ceil_div(d.shape[0], TILE_M * config.cluster_m)
         across = cute.ceil_div(d.shape[1], config.tile_n)
         tiles = order.make(down, across, Int32(1), config.group)
@@ -123,14 +120,7 @@ class MatmulSm90:
         sA = smem.allocate_tensor(Float8E4M3FN, load_a[2].outer, 1024, load_a[2].inner)
         sB = smem.allocate_tensor(Float8E4M3FN, load_b[2].outer, 1024, load_b[2].inner)
         sD = smem.allocate_tensor(self.d_dtype, store_d[2].outer, 1024, store_d[2].inner)
-        held = Scales(
-            *[
-                smem.allocate_tensor(
-                    Float32, cute.make_layout((count, self.stages)), byte_alignment=16
-                )
-                for count in (TILE_M, config.scales_b)
-            ]
-        )
+        held = scaling.allocate(smem, self.spec, config, self.stages)
 
         # --- barriers
         barrier.init_mbarriers(barriers.full, self.stages, 1 + WARP, tid)  # bytes, then scales
@@ -173,33 +163,21 @@ class MatmulSm90:
         self, a, b, scales: Scales, held: Scales, barriers, tiles, steps: Int32, at: Cluster, lane
     ):
         """Fill stages, tile after tile."""
+        cols = const_expr(1 if self.spec.rows_b else self.config.scale_cols)
         phase, work = barrier.empty_phase(), cute.arch.block_idx()[2]
         while work < tiles.total:
-            row, col, _ = order.locate(tiles, work, self.config.group)
+            row, col, matrix = order.locate(tiles, work, self.config.group)
             row = row * self.config.cluster_m + at.row
             for k in cutlass.range(steps, unroll=1):
                 num_bytes = const_expr(self.config.stage_bytes)
-                ring.fill(barriers, phase, a, b, (row, k), (col, k), num_bytes)
-                self._load_scales(scales, held, row, col, k, phase.stage, lane)
+                ring.fill(barriers, phase, a, b, (row, k), (col, k, matrix), num_bytes)
+                first = (row * TILE_M, col * self.config.tile_n, matrix)
+                scaling.load(scales, held, first, k, phase.stage, lane, cols)
                 cute.arch.cp_async_mbarrier_arrive_noinc(barriers.full + phase.stage)
                 phase = barrier.next_phase(phase, self.stages)
             work += cute.arch.grid_dim()[2]
         # Also alone: copies of scales that are under way belong to this warp.
         ring.drain(barriers, phase, self.stages)
-
-    @cute.jit
-    def _load_scales(
-        self, scales: Scales, held: Scales, row: Int32, col: Int32, k: Int32, stage: Int32, lane
-    ):
-        """Start copying a stage's scales; rows beyond the last one get that one's."""
-        for i in cutlass.range_constexpr(TILE_M // WARP):
-            inside = lane + i * WARP
-            source = cutlass.min(row * TILE_M + inside, scales.a.shape[0] - 1)
-            _copy_scale(scales.a, source, k, held.a, inside, stage)
-        if lane < self.config.scales_b:
-            first = col * self.config.tile_n + lane * self.config.scale_cols
-            source = cutlass.min(first // BLOCK, scales.b.shape[0] - 1)
-            _copy_scale(scales.b, source, k, held.b, lane, stage)
 
     # --- the warpgroups that multiply
 
@@ -228,7 +206,8 @@ class MatmulSm90:
         sums = cute.make_rmem_tensor(shape, Float32)
         parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(PARTS))
         first_row = group * ATOM_M + fragment.first_row(thread)
-        factors = functools.partial(_factors, held, first_row, config.scale_cols)
+        of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
+        factors = functools.partial(of_stage, held, thread, first_row, config)
         phase, work, done = barrier.full_phase(), cute.arch.block_idx()[2], Int32(0)
         pieces = const_expr(config.tile_n // PIECE_COLS)
         size = const_expr(fragment.sums_of(PIECE_COLS))
@@ -254,40 +233,14 @@ class MatmulSm90:
             tma.bulk_wait_read(0)
 
 
-def _copy_scale(
-    scales: cute.Tensor, row: Int32, k: Int32, held: cute.Tensor, place: Int32, stage: Int32
-) -> None:
-    """Start copying one scale to shared memory."""
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-    one = cute.make_layout(1)
-    source: Any = scales.iterator + cute.crd2idx((Int64(row), k), scales.layout)
-    target: Any = held.iterator + (place + stage * held.shape[0])
-    cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
-
-
-def _factors(
-    held: Scales, first_row: Int32, scale_cols: int, stage: Int32, part: int, size: int
-) -> list[Float32]:
-    """What each sum of a part of the columns is multiplied by."""
-    rows = [held.a[first_row + i * fragment.ROW_STEP, stage] for i in range(fragment.ROWS)]
-    cols = [held.b[i, stage] for i in range(held.b.shape[0])]
-    both = [[row * col for col in cols] for row in rows]
-    found = []
-    for i in range(size):
-        row, pair = fragment.place(part * size + i)
-        col = pair // fragment.PAIR * fragment.BLOCK
-        found.append(both[row][col // scale_cols])
-    return found
-
-
 def build(spec: MatmulSpec, config: MatmulConfig) -> tuple[MatmulSm90, tuple]:
     """The kernel and its symbolic arguments."""
-    m, n, k, rows, steps = (sym_int() for _ in range(5))
+    l, m, n, k, rows, steps = (sym_int() for _ in range(6))
     return MatmulSm90(spec, config), (
         symbolic("float8_e4m3fn", (m, k)),
-        symbolic("float8_e4m3fn", (n, k)),
+        symbolic("float8_e4m3fn", (l, n, k)),
         symbolic("float32", (m, steps), align=4),
-        symbolic("float32", (rows, steps), align=4),
+        symbolic("float32", (l, n if spec.rows_b else rows, steps), align=4),
         symbolic(spec.d, (m, n)),
         Int32(0),
     )
