@@ -20,6 +20,8 @@ SPECS = [
     MatmulSpec("float32"),
     MatmulSpec("bfloat16", rows_b=True),
     MatmulSpec("float32", rows_b=True, accumulate=True),
+    MatmulSpec("bfloat16", grouped=True),
+    MatmulSpec("float32", grouped=True),
 ]
 CONFIGS = [MatmulConfig(192, 2), MatmulConfig(128, 2), MatmulConfig(128, 1)]
 
@@ -48,3 +50,4 @@ def test_matmul(config: MatmulConfig, spec: MatmulSpec, tmp_path: Path) -> None:
     assert not re.findall(r"\bFADD\b", text)
     assert bool(re.findall(r"UTMALDG\.3D\.MULTICAST", text)) == (config.cluster_m > 1)
     assert "MEMBAR.ALL.GPU" not in text
+    assert bool(re.findall(r"\bPOPC\b", text)) == spec.grouped

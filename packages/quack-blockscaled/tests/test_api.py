@@ -23,6 +23,7 @@ from quack_blockscaled import (
     reference,
     supports,
 )
+from quack_blockscaled.api import OPERATORS
 from quack_blockscaled.formats import E2M1, FLOAT32, FORMATS, UE4M3
 from quack_core import arch
 from quack_core.errors import ArchError, DeviceError, DTypeError, ShapeError, UnsupportedError
@@ -233,14 +234,15 @@ def test_a_gradient_is_refused_not_lost() -> None:
 def test_what_is_built(format: BlockFormat) -> None:
     built = {
         (op, where): supports(op, where, format)
-        for op in ("quantize", "dequantize", "matmul")
+        for op in OPERATORS
         for where in ("cpu", "sm90", "sm_100a", "10.3", arch.SM120)
     }
     wanted = {("quantize", "cpu"), ("dequantize", "cpu")}
     if format in (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128, FP8_BLOCK_128X128):
         wanted |= {("quantize", where) for where in ("sm90", "sm_100a", "10.3", arch.SM120)}
     if format == FP8_BLOCK_1X128:
-        wanted |= {("matmul", "cpu"), ("matmul", "sm90")}
+        products = ("matmul", "matmul_grouped", "linear")
+        wanted |= {(op, where) for op in products for where in ("cpu", "sm90")}
     assert {key for key, found in built.items() if found} == wanted
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quack_blockscaled.formats import ElementFormat as ElementFormat
     from quack_blockscaled.formats import ScaleFormat as ScaleFormat
     from quack_blockscaled.products import matmul as matmul
+    from quack_blockscaled.products import matmul_grouped as matmul_grouped
     from quack_blockscaled.tensor import BlockScaledTensor as BlockScaledTensor
 
 # Each public name and its module, imported on first use: those who want only a format, on a machine
@@ -43,6 +44,7 @@ _HOME = {
     "dequantize": "quack_blockscaled.api",
     "load_file": "quack_blockscaled.files",
     "matmul": "quack_blockscaled.products",
+    "matmul_grouped": "quack_blockscaled.products",
     "quantize": "quack_blockscaled.api",
     "save_file": "quack_blockscaled.files",
     "supports": "quack_blockscaled.api",
@@ -65,6 +67,7 @@ __all__ = [
     "dequantize",
     "load_file",
     "matmul",
+    "matmul_grouped",
     "quantize",
     "save_file",
     "supports",

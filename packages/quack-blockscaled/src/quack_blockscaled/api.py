@@ -15,8 +15,9 @@ from .formats import FP8_BLOCK_1X128, BlockFormat
 from .quantizer.spec import is_built
 from .tensor import BlockScaledTensor, check_tensor_scale
 
-OPERATORS = ("quantize", "dequantize", "matmul")
+OPERATORS = ("quantize", "dequantize", "matmul", "matmul_grouped", "linear")
 """What is built somewhere, or planned."""
+_PRODUCTS = ("matmul", "matmul_grouped", "linear")
 
 
 def quantize(
@@ -100,9 +101,9 @@ def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
     if not isinstance(format, BlockFormat):
         raise DTypeError(f"supports: format is {type(format).__name__}: it must be a BlockFormat")
     if arch == "cpu":
-        return op != "matmul" or format == FP8_BLOCK_1X128
+        return op not in _PRODUCTS or format == FP8_BLOCK_1X128
     target = arch if isinstance(arch, Arch) else arches.get(arch)
-    if op == "matmul":
+    if op in _PRODUCTS:
         return target.wgmma and format == FP8_BLOCK_1X128
     return op == "quantize" and is_built(format)  # of the other one there are no kernels yet
 

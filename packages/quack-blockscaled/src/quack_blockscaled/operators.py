@@ -186,6 +186,31 @@ def matmul(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.
     return found
 
 
+def _grouped_fake(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return multiply.empty(a, b.shape[1], dtype)
+
+
+matmul_grouped_fwd = torch_op.register(
+    _LIBRARY,
+    "matmul_grouped_fwd(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offsets, "
+    "ScalarType dtype) -> Tensor",
+    cpu=multiplied.grouped,
+    cuda=multiply.grouped,
+    fake=_grouped_fake,
+    backward=_no_gradient("matmul_grouped"),
+)
+
+
+def matmul_grouped(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Parts of two `BlockScaledTensor`, checked; arguments as of `product.reference.grouped`."""
+    found: Tensor = matmul_grouped_fwd(a, scale_a, b, scale_b, offsets, dtype)
+    return found
+
+
 def matmul_into(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, accumulate: bool
 ) -> Tensor:

@@ -59,6 +59,53 @@ def matmul(
     return operators.matmul_into(*parts, out, accumulate)
 
 
+def matmul_grouped(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Groups of rows of ``a``, each by a matrix of its own: ``out[first:end] = a[first:end] @ b[g]``.
+
+    One launch for all groups; their sizes stay on the device.
+
+    Args:
+        a: (M, K) in `FP8_BLOCK_1X128` along K: the rows of all groups, one group below the other.
+        b: (G, K, N) in `FP8_BLOCK_128X128`: ``weights.mT`` of quantised weights (G, N, K).
+        offsets: int32 (G + 1,), on the device of ``a``: group g has the rows ``offsets[g]`` to
+            ``offsets[g + 1]``, of which there may be any number, or none. They do not descend, the
+            first is 0 and the last M: which a GPU does not check. There, rows of no group are not
+            written, and nothing outside of ``a`` is read.
+        out_dtype: as of `matmul`.
+
+    Returns:
+        (M, N). Each row is what `matmul` gives of its group.
+
+    Raises, Numerics: as of `matmul`.
+    """
+    _check_operands("matmul_grouped", a, b, 3)
+    if b.format.block != SQUARES:
+        raise UnsupportedError(
+            f"matmul_grouped: b is {b.format.name}",
+            "there are kernels for fp8_block_128x128 only",
+            "quantise to that",
+        )
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32:
+        found = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise DTypeError(f"matmul_grouped: offsets is {found}: it must be a tensor of int32")
+    if tuple(offsets.shape) != (b.shape[0] + 1,):
+        raise ShapeError(
+            f"matmul_grouped: offsets has the shape {tuple(offsets.shape)}: it must be "
+            f"({b.shape[0] + 1},), one more than b has matrices"
+        )
+    if offsets.device != a.device:
+        raise DeviceError(f"matmul_grouped: offsets is on {offsets.device}, a on {a.device}")
+    dtype = out_dtype or a.dtype
+    torch_op.check_dtype("matmul_grouped", "out_dtype", dtype)
+    return operators.matmul_grouped(a.values, a.scales, b.values.mT, b.scales.mT, offsets, dtype)
+
+
 def _check_operands(op: str, a: BlockScaledTensor, b: BlockScaledTensor, ndim_b: int) -> None:
     """That a product of them is built, and what dimensions agree.
 

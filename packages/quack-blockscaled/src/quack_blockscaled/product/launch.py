@@ -45,6 +45,25 @@ def forward(
     return d
 
 
+def grouped(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """As `reference.grouped`, on CUDA tensors: one launch, for which nothing is read from the device.
+
+    Raises:
+        UnsupportedError: there is no kernel for the GPU; names the way out.
+    """
+    (m, k), (groups, n, _) = a.shape, b.shape
+    _check_target("matmul_grouped", a)
+    d = empty(a, n, dtype)
+    if 0 in (m, n, k, groups):
+        return d.zero_()
+    spec = MatmulSpec(torch_op.dtype_name(dtype), grouped=True)
+    config = choose(m, n, _sms(a), groups)
+    _run(spec, config, a, scale_a, b, scale_b, d, offsets.contiguous())
+    return d
+
+
 def empty(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """(M, N) for M rows as of ``like``; on a GPU they begin at multiples of 16 bytes."""
     step = 1 if like.device.type == "cpu" else ALIGN // dtype.itemsize
@@ -86,10 +105,12 @@ def _run(
     b: Tensor,
     scale_b: Tensor,
     d: Tensor,
+    offsets: Tensor | None = None,
 ) -> None:
     """Launch a kernel; operands as of ``sm90.MatmulSm90``."""
     run, resident = _kernel(spec, config, a.get_device())
-    run(_readable(a), _readable(b), scale_a.contiguous(), scale_b.contiguous(), d, resident)
+    scales = scale_a.contiguous(), scale_b.contiguous()
+    run(_readable(a), _readable(b), *scales, d, offsets, resident)
 
 
 @functools.cache

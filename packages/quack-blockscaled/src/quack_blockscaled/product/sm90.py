@@ -1,6 +1,7 @@
 """The product of FP8 blocks on Hopper: a persistent kernel whose warpgroups have roles."""
 
 import functools
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -12,7 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.tensor_utils import LayoutEnum
 
 from quack_core.device import barrier, tma
-from quack_core.gemm import order
+from quack_core.gemm import order, ragged
 from quack_core.gemm.sm90 import fragment, ring, store
 from quack_core.gemm.sm90.fragment import WARPGROUP
 from quack_core.gemm.sm90.ring import Cluster
@@ -33,8 +34,27 @@ STORE = 1
 """First of the named barriers at which warpgroups write a piece of D."""
 
 
+class Place(NamedTuple):
+    """A tile of D.
+
+    Args:
+        row: its first one.
+        col: in tiles.
+        matrix: of B.
+        end: the row behind the last one of its group; None: of D.
+    """
+
+    row: Int32
+    col: Int32
+    matrix: Int32
+    end: Int32 | None
+
+
 class MatmulSm90:
     """Clusters walk over tiles of D; each 128 of K are summed by themselves, scaled, and added.
+
+    Tiles of groups begin where their group does. One that reaches into the next group multiplies its
+    rows as well, and writes those of its own.
 
     Threads: a warpgroup, one warp of which loads; two that multiply and store.
     Shared memory: stages of A, B and their scales; pieces of D on their way out.
@@ -46,6 +66,7 @@ class MatmulSm90:
     def __init__(self, spec: MatmulSpec, config: MatmulConfig):
         self.spec, self.config = spec, config
         self.stages, self.shape = config.depth(spec), (config.cluster_m, 1)
+        self.height = TILE_M * config.cluster_m
 
     @cute.jit
     def __call__(
@@ -55,6 +76,7 @@ class MatmulSm90:
         scale_a: cute.Tensor,  # (M, K / 128)
         scale_b: cute.Tensor,  # (L, N / 128 or N, K / 128)
         d: cute.Tensor,  # (M, N)
+        offsets: cute.Tensor | None,  # (L + 1,), of groups of rows
         max_clusters: Int32,  # that the GPU holds at once
         stream: cuda.CUstream,
     ):
@@ -69,25 +91,34 @@ class MatmulSm90:
         load_b = tma.load_atom(b, b_smem, (config.tile_n, BLOCK), config.cluster_m)
         send = tma.add_atom if self.spec.accumulate else tma.store_atom
         store_d = send(d, d_smem, (ATOM_M, PIECE_COLS))
-        down = cute.ceil_div(d.shape[0], TILE_M * config.cluster_m)
-        across = cute.ceil_div(d.shape[1], config.tile_n)
-        tiles = order.make(down, across, Int32(1), config.group)
+        tiles, clusters = self._tiles(d, offsets)
         self.kernel(
             self._mma(GROUPS, PARTS),
             self._mma(1, 1),
             (*load_a, a_smem),
             (*load_b, b_smem),
             (*store_d, d_smem),
+            d if const_expr(self.spec.grouped) else None,
             Scales(scale_a, scale_b),
             tiles,
             cute.ceil_div(a.shape[1], BLOCK),
         ).launch(
-            grid=[config.cluster_m, 1, cutlass.min(tiles.total, max_clusters)],
+            grid=[config.cluster_m, 1, cutlass.min(clusters, max_clusters)],
             block=[config.num_threads, 1, 1],
             cluster=[config.cluster_m, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def _tiles(self, d: cute.Tensor, offsets: cute.Tensor | None):
+        """What clusters walk over, and how many of them there are at most."""
+        rows, across = d.shape[0], cute.ceil_div(d.shape[1], self.config.tile_n)
+        if self.spec.grouped:
+            groups = ragged.Groups(offsets, Int32(rows), Int32(across))
+            return groups, ragged.most(groups, self.height)
+        down = cute.ceil_div(rows, self.height)
+        tiles = order.make(down, across, Int32(1), self.config.group)
+        return tiles, tiles.total
 
     def _mma(self, groups: int, parts: int) -> cute.TiledMma:
         """The matrix instruction of so many warpgroups for a part of the columns."""
@@ -103,8 +134,9 @@ class MatmulSm90:
         load_a,
         load_b,
         store_d,
+        d: cute.Tensor | None,
         scales: Scales,
-        tiles: order.Order,
+        tiles: order.Order | ragged.Groups,
         steps: Int32,
     ):
         # --- coordinates
@@ -138,15 +170,13 @@ class MatmulSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == 0:
-                a = tma.bind(load_a[0], load_a[1], sA, (TILE_M, BLOCK))
                 b = self._bind_b(load_b, sB, at)
-                self._load(a, b, scales, held, barriers, tiles, steps, at, tid)
+                self._load((*load_a[:2], sA), b, scales, held, barriers, tiles, steps, at, tid)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            out = tma.bind(store_d[0], store_d[1], sD, (ATOM_M, PIECE_COLS))
-            thread = tid % WARPGROUP
-            sink = store.make_sink(mma_of_group, out, sD, ROW, self.d_dtype, thread)
-            self._compute(mma, sA, sB, held, sink, barriers, tiles, steps, at, group - 1, thread)
+            who, out = (group - 1, tid % WARPGROUP), (*store_d[:2], sD, d)
+            multiply = (mma, mma_of_group, sA, sB, held)
+            self._compute(*multiply, out, barriers, tiles, steps, at, *who)
 
     def _bind_b(self, load, shared, at: Cluster) -> tma.Tiles:
         """Tiles of B, of which each CTA of a cluster loads a part."""
@@ -155,6 +185,28 @@ class MatmulSm90:
             return tma.bind(load[0], load[1], shared, tile)
         cluster = cute.make_layout((*self.shape, 1))
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, (at.row, at.col, 0), 0)
+
+    # --- where a cluster is; in groups, for all lanes of a warp
+
+    def _find(self, tiles, span, work: Int32, lane: Int32):
+        """The group of a cluster; None where there are no groups."""
+        if not self.spec.grouped:
+            return None
+        span = ragged.begin() if span is None else span
+        return ragged.find(tiles, span, work, lane, self.height)
+
+    def _is_tile(self, tiles, span, work: Int32):
+        """Whether a cluster has a tile."""
+        return ragged.is_group(tiles, span) if self.spec.grouped else work < tiles.total
+
+    def _place(self, tiles, span, work: Int32, at: Cluster) -> Place:
+        """This CTA's tile."""
+        band = self.config.group
+        if self.spec.grouped:
+            row, col = ragged.place(tiles, span, work, self.height, band)
+            return Place(row + at.row * TILE_M, col, span.group, span.end)
+        row, col, matrix = order.locate(tiles, work, band)
+        return Place(row * self.height + at.row * TILE_M, col, matrix, None)
 
     # --- the warp that loads
 
@@ -165,17 +217,20 @@ class MatmulSm90:
         """Fill stages, tile after tile."""
         cols = const_expr(1 if self.spec.rows_b else self.config.scale_cols)
         phase, work = barrier.empty_phase(), cute.arch.block_idx()[2]
-        while work < tiles.total:
-            row, col, matrix = order.locate(tiles, work, self.config.group)
-            row = row * self.config.cluster_m + at.row
+        span = self._find(tiles, None, work, lane)
+        while self._is_tile(tiles, span, work):
+            place = self._place(tiles, span, work, at)
+            below = cute.domain_offset((place.row, 0), a[1])
+            rows = tma.bind(a[0], below, a[2], (TILE_M, BLOCK))
             for k in cutlass.range(steps, unroll=1):
-                num_bytes = const_expr(self.config.stage_bytes)
-                ring.fill(barriers, phase, a, b, (row, k), (col, k, matrix), num_bytes)
-                first = (row * TILE_M, col * self.config.tile_n, matrix)
+                at_b = (place.col, k, place.matrix)
+                ring.fill(barriers, phase, rows, b, (0, k), at_b, self.config.stage_bytes)
+                first = (place.row, place.col * self.config.tile_n, place.matrix)
                 scaling.load(scales, held, first, k, phase.stage, lane, cols)
                 cute.arch.cp_async_mbarrier_arrive_noinc(barriers.full + phase.stage)
                 phase = barrier.next_phase(phase, self.stages)
             work += cute.arch.grid_dim()[2]
+            span = self._find(tiles, span, work, lane)
         # Also alone: copies of scales that are under way belong to this warp.
         ring.drain(barriers, phase, self.stages)
 
@@ -185,12 +240,13 @@ class MatmulSm90:
     def _compute(
         self,
         mma,
+        mma_of_group,
         sA,
         sB,
         held: Scales,
-        sink: store.Sink,
+        out,
         barriers,
-        tiles: order.Order,
+        tiles,
         steps: Int32,
         at: Cluster,
         group: Int32,
@@ -208,29 +264,55 @@ class MatmulSm90:
         first_row = group * ATOM_M + fragment.first_row(thread)
         of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
         factors = functools.partial(of_stage, held, thread, first_row, config)
-        phase, work, done = barrier.full_phase(), cute.arch.block_idx()[2], Int32(0)
-        pieces = const_expr(config.tile_n // PIECE_COLS)
-        size = const_expr(fragment.sums_of(PIECE_COLS))
-        while work < tiles.total:
-            row, col, _ = order.locate(tiles, work, config.group)
-            row = row * config.cluster_m + at.row
+        phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[2], thread % WARP
+        span = self._find(tiles, None, work, lane)
+        while self._is_tile(tiles, span, work):
+            place = self._place(tiles, span, work, at)
             sums.fill(Float32(0.0))
             walk = (barriers, phase, steps, self.stages, self.shape, at)
             phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, factors=factors)
-            for p in cutlass.range_constexpr(pieces):
-                store.store_piece(
-                    sink,
-                    [sums[p * size + i] for i in range(size)],
-                    group * BUFFERS + (done * pieces + p) % BUFFERS,
-                    (row * GROUPS + group, col * pieces + p),
-                    BUFFERS - 1,
-                    STORE + group,
-                    thread,
-                )
-            done += 1
+            self._store(mma_of_group, out, sums, place, group, thread)
             work += cute.arch.grid_dim()[2]
+            span = self._find(tiles, span, work, lane)
         if thread < WARP:
             tma.bulk_wait_read(0)
+
+    @cute.jit
+    def _store(self, mma, out, sums, place: Place, group: Int32, thread: Int32):
+        """Write a warpgroup's rows of a tile: of a group, its own."""
+        top = place.row + group * ATOM_M
+        if const_expr(place.end is None):
+            self._send(mma, out, sums, top, place.col, group, thread)
+        else:
+            rows = place.end - top
+            if (rows >= ATOM_M) | (place.end == out[3].shape[0]):  # TMA ends where D does
+                self._send(mma, out, sums, top, place.col, group, thread)
+            elif rows > 0:
+                col = place.col * self.config.tile_n + fragment.first_col(thread)
+                at = (top + fragment.first_row(thread), col)
+                fragment.write_tile(out[3], sums, at, place.end)
+
+    @cute.jit
+    def _send(self, mma, out, sums, top: Int32, col: Int32, group: Int32, thread: Int32):
+        """Write 64 rows by TMA, piece by piece.
+
+        A tile has an even number of pieces: each begins with the same buffer.
+        """
+        below = cute.domain_offset((top, 0), out[1])
+        tiles = tma.bind(out[0], below, out[2], (ATOM_M, PIECE_COLS))
+        sink = store.make_sink(mma, tiles, out[2], ROW, self.d_dtype, thread)
+        pieces = const_expr(self.config.tile_n // PIECE_COLS)
+        size = const_expr(fragment.sums_of(PIECE_COLS))
+        for p in cutlass.range_constexpr(pieces):
+            store.store_piece(
+                sink,
+                [sums[p * size + i] for i in range(size)],
+                group * BUFFERS + p % BUFFERS,
+                (0, col * pieces + p),
+                BUFFERS - 1,
+                STORE + group,
+                thread,
+            )
 
 
 def build(spec: MatmulSpec, config: MatmulConfig) -> tuple[MatmulSm90, tuple]:
@@ -242,5 +324,6 @@ def build(spec: MatmulSpec, config: MatmulConfig) -> tuple[MatmulSm90, tuple]:
         symbolic("float32", (m, steps), align=4),
         symbolic("float32", (l, n if spec.rows_b else rows, steps), align=4),
         symbolic(spec.d, (m, n)),
+        symbolic("int32" if spec.grouped else None, (sym_int(),), align=4),
         Int32(0),
     )

@@ -34,13 +34,17 @@ class MatmulSpec:
         d: dtype of the result.
         rows_b: blocks of B are 1x128 as well: a scale for each column of D; else they are 128x128.
         accumulate: the product is added to D; of float32 only.
+        grouped: groups of rows of A, one below the other, each with a B of its own.
     """
 
     d: str
     rows_b: bool = False
     accumulate: bool = False
+    grouped: bool = False
 
     def __post_init__(self) -> None:
+        if self.grouped and (self.rows_b or self.accumulate):
+            raise ValueError(f"grouped=True, {self}: groups have blocks of 128x128 and a new D")
         if self.accumulate and self.d != "float32":
             raise ValueError(f"accumulate=True, d={self.d!r}: it must be float32")
 
@@ -48,8 +52,8 @@ class MatmulSpec:
     def name(self) -> str:
         """As profilers show it."""
         blocks = "1x128" if self.rows_b else "128x128"
-        added = "_add" if self.accumulate else ""
-        return f"matmul_fp8_1x128_{blocks}_{dtypes.short(self.d)}{added}"
+        kind = "_add" if self.accumulate else "_grouped" if self.grouped else ""
+        return f"matmul_fp8_1x128_{blocks}_{dtypes.short(self.d)}{kind}"
 
 
 @dataclass(frozen=True)
@@ -116,20 +120,22 @@ def is_built(a: BlockFormat, b: BlockFormat) -> bool:
     return same and a.block == ROWS and b.block in (ROWS, SQUARES)
 
 
-def choose(m: int, n: int, sms: int) -> MatmulConfig:
+def choose(m: int, n: int, sms: int, groups: int = 1) -> MatmulConfig:
     """The configuration whose rounds of tiles take the fewest columns.
 
     Args:
         m, n: of D.
         sms: of the device.
+        groups: of rows, whose sizes are on the device: taken as equal.
     """
+    each = -(-m // groups)
 
     def columns(config: MatmulConfig) -> int:
-        clusters = -(-m // (TILE_M * config.cluster_m)) * -(-n // config.tile_n)
+        clusters = groups * -(-each // (TILE_M * config.cluster_m)) * -(-n // config.tile_n)
         rounds = -(-clusters // max(1, sms // config.cluster_m))
         return rounds * (config.tile_n + STORE_COLS)
 
     # Of equals the first: sharing B and wide tiles cost less memory traffic.
-    shared = (2, 1) if m > TILE_M else (1,)  # or else the second CTA has no rows
+    shared = (2, 1) if each > TILE_M else (1,)  # or else the second CTA has no rows
     found = (MatmulConfig(tile_n, cluster_m) for cluster_m in shared for tile_n in (192, 128))
     return min(found, key=columns)
