@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quack_blockscaled.formats import BlockFormat as BlockFormat
     from quack_blockscaled.formats import ElementFormat as ElementFormat
     from quack_blockscaled.formats import ScaleFormat as ScaleFormat
+    from quack_blockscaled.layers import linear as linear
     from quack_blockscaled.products import matmul as matmul
     from quack_blockscaled.products import matmul_grouped as matmul_grouped
     from quack_blockscaled.tensor import BlockScaledTensor as BlockScaledTensor
@@ -42,6 +43,7 @@ _HOME = {
     "ElementFormat": "quack_blockscaled.formats",
     "ScaleFormat": "quack_blockscaled.formats",
     "dequantize": "quack_blockscaled.api",
+    "linear": "quack_blockscaled.layers",
     "load_file": "quack_blockscaled.files",
     "matmul": "quack_blockscaled.products",
     "matmul_grouped": "quack_blockscaled.products",
@@ -65,6 +67,7 @@ __all__ = [
     "ScaleFormat",
     "__version__",
     "dequantize",
+    "linear",
     "load_file",
     "matmul",
     "matmul_grouped",
