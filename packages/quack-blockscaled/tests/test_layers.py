@@ -145,6 +145,17 @@ def test_torch_sees_it(device: str) -> None:
     assert cast.dtype == BF16 and torch.equal(cast, linear(x, weight, bias))
 
 
+def test_one_graph_serves_all_numbers_of_rows(device: str) -> None:
+    compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (130, 256, 70):
+        x, weight, bias, dout = operands(m, 128, 256, device, BF16, F32)
+        found, wanted = (
+            torch.autograd.grad(layer(x, weight, bias), (x, weight, bias), dout)
+            for layer in (compiled, linear)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_it_trains(device: str) -> None:
     """A few steps of descent lower the loss as those of a float32 layer do."""
     x = random((200, 256), F32, device, seed=1)
