@@ -224,8 +224,18 @@ def test_operands_of_a_kernel(launched: list[tuple[Any, ...]]) -> None:
         assert torch.equal(given_a.float(), values.float())
         assert given_a.stride(0) % 16 == 0 and given_a.stride(0) > 0
         assert given_b.data_ptr() == b.values.data_ptr() and given_b.shape == (1, 256, 640)
-        assert scale_a.shape == (100, 5) and scale_b.shape == (1, 2, 5)
+        assert torch.equal(scale_a, a.scales.mT) and scale_b.shape == (1, 2, 5)
         assert out is d and d.shape == (100, 256) and (offsets, resident) == (None, 66)
+
+
+@pytest.mark.parametrize("shape", [(100, 5), (101, 5), (3, 7, 2), (1, 5), (100, 1)])
+def test_scales_by_columns(shape: tuple[int, ...]) -> None:
+    """As TMA reads them: rows beside each other, columns at multiples of 16 bytes."""
+    scales = torch.rand(shape)
+    found = launch.by_columns(scales)
+    assert torch.equal(found, scales.mT) and launch.is_readable(found)
+    again = launch.by_columns(found.mT)
+    assert again.data_ptr() == found.data_ptr() and again.stride() == found.stride()
 
 
 def test_operands_of_a_weight_gradient(launched: list[tuple[Any, ...]]) -> None:
@@ -233,7 +243,7 @@ def test_operands_of_a_weight_gradient(launched: list[tuple[Any, ...]]) -> None:
     out = torch.zeros(128, 300)
     parts = (a.values, a.scales, b.values.mT, b.scales.mT)
     assert launch.forward(*parts, F32, out=out, accumulate=True) is out
-    assert launched[-1][4] is out and launched[-1][3].shape == (1, 300, 5)
+    assert launched[-1][4] is out and torch.equal(launched[-1][3][0], b.scales)
     empty = (a.values[:, :0], a.scales[:, :0], b.values.mT[:, :0], b.scales.mT[:, :0])
     out.fill_(3.0)
     assert (

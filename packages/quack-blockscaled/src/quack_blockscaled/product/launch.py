@@ -85,6 +85,16 @@ def _readable(x: Tensor) -> Tensor:
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def by_columns(scales: Tensor) -> Tensor:
+    """Scales (..., rows, steps) as (..., steps, rows) that TMA can read: themselves, or a copy."""
+    turned = scales.mT
+    if is_readable(turned):
+        return turned
+    per_access = ALIGN // scales.itemsize
+    rows = -(-turned.shape[-1] // per_access) * per_access
+    return turned.new_empty(*turned.shape[:-1], rows)[..., : turned.shape[-1]].copy_(turned)
+
+
 def _check_target(op: str, a: Tensor) -> None:
     target = arch.detect(a.get_device())
     if not target.wgmma:
@@ -109,7 +119,7 @@ def _run(
 ) -> None:
     """Launch a kernel; operands as of ``sm90.MatmulSm90``."""
     run, resident = _kernel(spec, config, a.get_device())
-    scales = scale_a.contiguous(), scale_b.contiguous()
+    scales = by_columns(scale_a), by_columns(scale_b) if spec.rows_b else scale_b.contiguous()
     run(_readable(a), _readable(b), *scales, d, offsets, resident)
 
 

@@ -9,15 +9,15 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from quack_core.device import tma
 from quack_core.gemm.sm90 import fragment
-from quack_core.reduction.tiling import WARP
+from quack_core.layout import views
 
 from .spec import BLOCK, PARTS, TILE_M, MatmulConfig, MatmulSpec
 
 
 class Scales(NamedTuple):
-    """Those of A and B, in global or in shared memory: (rows, steps), of B also (rows, steps, L); or
-    (rows, stages)."""
+    """Those of A and B in shared memory: (rows, stages)."""
 
     a: cute.Tensor
     b: cute.Tensor
@@ -29,50 +29,79 @@ def allocate(
     """Room for those of each stage."""
     counts = (TILE_M, config.scales_b(spec))
     layouts = [cute.make_layout((count, stages)) for count in counts]
-    return Scales(*[smem.allocate_tensor(Float32, one, byte_alignment=16) for one in layouts])
+    return Scales(*[smem.allocate_tensor(Float32, one, byte_alignment=128) for one in layouts])
+
+
+def num_bytes(spec: MatmulSpec, config: MatmulConfig) -> int:
+    """Of the scales of a stage that TMA brings."""
+    return 4 * (TILE_M + (config.tile_n if spec.rows_b else 0))
+
+
+def sources(
+    scale_a: cute.Tensor,
+    scale_b: cute.Tensor,
+    spec: MatmulSpec,
+    config: MatmulConfig,
+    stages: int,
+) -> tuple[Any, Any]:
+    """Where the loading warp gets them from: loads of a column of single rows' scales, each with its
+    tensor of coordinates (rows, steps) or (rows, steps, L); of blocks, the tensor (blocks, steps, L).
+
+    Args:
+        scale_a: (steps, M).
+        scale_b: (L, steps, N), or (L, blocks, steps).
+    """
+    of_a = _load_atom(views.permute(scale_a, 1, 0), TILE_M, stages)
+    if spec.rows_b:
+        return of_a, _load_atom(views.permute(scale_b, 2, 1, 0), config.tile_n, stages)
+    return of_a, views.permute(scale_b, 1, 2, 0)
+
+
+def _load_atom(scales: cute.Tensor, rows: int, stages: int) -> cpasync.TmaInfo:
+    return tma.load_atom(scales, _columns(rows, stages), (rows, 1))
+
+
+def _columns(rows: int, stages: int) -> cute.Layout:
+    """Stages of a column each: (rows, 1, stages)."""
+    return cute.make_layout((rows, 1, stages), stride=(1, rows, rows))
+
+
+def bind(source: tuple[Any, Any], held: cute.Tensor, first: Int32) -> tma.Tiles:
+    """Columns of the rows from ``first`` on, and the stages that they go to."""
+    atom, tensor = source
+    rows, stages = held.shape
+    below = cute.domain_offset((first, 0) if cute.rank(tensor) == 2 else (first, 0, 0), tensor)
+    columns = cute.make_tensor(held.iterator, _columns(rows, stages))
+    return tma.bind(atom, below, columns, (rows, 1))
 
 
 @cute.jit
-def load(
-    scales: Scales,
-    held: Scales,
-    first: tuple[Int32, Int32, Int32],
-    k: Int32,
+def copy(
+    scales: cute.Tensor,
+    held: cute.Tensor,
+    first: Int32,
+    at: tuple[Int32, Int32],
     stage: Int32,
     lane: Int32,
-    cols: cutlass.Constexpr[int],
+    config: cutlass.Constexpr[MatmulConfig],
 ) -> None:
-    """Start copying a stage's scales; rows beyond the last one get that one's.
+    """Start copying a stage's scales of blocks; columns beyond the last block get that one's.
 
     Threads: all lanes of one warp, each of which then says that its copies are to arrive.
 
     Args:
-        first: row of the tile in A, in B, and the matrix of B.
-        k: step.
-        cols: of the tile that have one scale of B, in a block of 128 or of 1.
+        scales: (blocks, steps, L).
+        held: (scales of a tile, stages).
+        first: column of the tile.
+        at: step, and matrix.
     """
-    row_a, row_b, matrix = first
-    for i in cutlass.range_constexpr(TILE_M // WARP):
-        inside = lane + i * WARP
-        source = cutlass.min(row_a + inside, scales.a.shape[0] - 1)
-        _copy(scales.a, (Int64(source), k), held.a, inside, stage)
-    count, block = held.b.shape[0], BLOCK if cols > 1 else 1
-    for i in cutlass.range_constexpr(-(-count // WARP)):
-        inside = lane + i * WARP
-        if inside < count:
-            source = cutlass.min((row_b + inside * cols) // block, scales.b.shape[0] - 1)
-            _copy(scales.b, (Int64(source), k, matrix), held.b, inside, stage)
-
-
-def _copy(
-    scales: cute.Tensor, at: tuple[Any, ...], held: cute.Tensor, place: Int32, stage: Int32
-) -> None:
-    """Start copying one scale to shared memory."""
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-    one = cute.make_layout(1)
-    source: Any = scales.iterator + cute.crd2idx(at, scales.layout)
-    target: Any = held.iterator + (place + stage * held.shape[0])
-    cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
+    if lane < held.shape[0]:
+        block = cutlass.min((first + lane * config.scale_cols) // BLOCK, scales.shape[0] - 1)
+        source: Any = scales.iterator + cute.crd2idx((Int64(block), *at), scales.layout)
+        target: Any = held.iterator + (lane + stage * held.shape[0])
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
+        one = cute.make_layout(1)
+        cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
 
 
 def of_blocks(

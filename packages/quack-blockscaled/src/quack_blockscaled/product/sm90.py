@@ -58,6 +58,8 @@ class MatmulSm90:
 
     Threads: a warpgroup, one warp of which loads; two that multiply and store.
     Shared memory: stages of A, B and their scales; pieces of D on their way out.
+    Scales of single rows come by TMA, a column of them at a time: gathered one by one they would
+    take a fifth of the bandwidth of shared memory that the tensor cores need.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
     warpgroup around each piece that it stores.
     Traffic: A once for each column of tiles, B once for each row of clusters; less what L2 keeps.
@@ -73,8 +75,8 @@ class MatmulSm90:
         self,
         a: cute.Tensor,  # (M, K)
         b: cute.Tensor,  # (L, N, K)
-        scale_a: cute.Tensor,  # (M, K / 128)
-        scale_b: cute.Tensor,  # (L, N / 128 or N, K / 128)
+        scale_a: cute.Tensor,  # (K / 128, M)
+        scale_b: cute.Tensor,  # (L, N / 128, K / 128) or (L, K / 128, N)
         d: cute.Tensor,  # (M, N)
         offsets: cute.Tensor | None,  # (L + 1,), of groups of rows
         max_clusters: Int32,  # that the GPU holds at once
@@ -83,7 +85,7 @@ class MatmulSm90:
         config = self.config
         tile = (TILE_M, config.tile_n, BLOCK)
         self.d_dtype = d.element_type
-        b, scale_b = (views.permute(one, 1, 2, 0) for one in (b, scale_b))
+        b = views.permute(b, 1, 2, 0)
         a_smem = hopper.make_smem_layout_a(ROW, tile, Float8E4M3FN, self.stages)
         b_smem = hopper.make_smem_layout_b(ROW, tile, Float8E4M3FN, self.stages)
         d_smem = store.smem_layout(self.d_dtype, ROW, PIECE_COLS, BUFFERS * GROUPS)
@@ -99,7 +101,7 @@ class MatmulSm90:
             (*load_b, b_smem),
             (*store_d, d_smem),
             d if const_expr(self.spec.grouped) else None,
-            Scales(scale_a, scale_b),
+            scaling.sources(scale_a, scale_b, self.spec, config, self.stages),
             tiles,
             cute.ceil_div(a.shape[1], BLOCK),
         ).launch(
@@ -135,7 +137,7 @@ class MatmulSm90:
         load_b,
         store_d,
         d: cute.Tensor | None,
-        scales: Scales,
+        scales,
         tiles: order.Order | ragged.Groups,
         steps: Int32,
     ):
@@ -155,7 +157,8 @@ class MatmulSm90:
         held = scaling.allocate(smem, self.spec, config, self.stages)
 
         # --- barriers
-        barrier.init_mbarriers(barriers.full, self.stages, 1 + WARP, tid)  # bytes, then scales
+        arrivals = const_expr(1 if self.spec.rows_b else 1 + WARP)  # bytes, and copies of scales
+        barrier.init_mbarriers(barriers.full, self.stages, arrivals, tid)
         readers = GROUPS * (WARPGROUP // WARP) * config.cluster_m
         barrier.init_mbarriers(barriers.empty, self.stages, readers, tid)
         if warp_idx == 0:
@@ -211,23 +214,30 @@ class MatmulSm90:
     # --- the warp that loads
 
     @cute.jit
-    def _load(
-        self, a, b, scales: Scales, held: Scales, barriers, tiles, steps: Int32, at: Cluster, lane
-    ):
+    def _load(self, a, b, scales, held: Scales, barriers, tiles, steps: Int32, at: Cluster, lane):
         """Fill stages, tile after tile."""
-        cols = const_expr(1 if self.spec.rows_b else self.config.scale_cols)
+        num_bytes = const_expr(self.config.stage_bytes + scaling.num_bytes(self.spec, self.config))
         phase, work = barrier.empty_phase(), cute.arch.block_idx()[2]
+        if const_expr(self.spec.rows_b):
+            scales_b = scaling.bind(scales[1], held.b, Int32(0))
         span = self._find(tiles, None, work, lane)
         while self._is_tile(tiles, span, work):
             place = self._place(tiles, span, work, at)
             below = cute.domain_offset((place.row, 0), a[1])
             rows = tma.bind(a[0], below, a[2], (TILE_M, BLOCK))
+            scales_a = scaling.bind(scales[0], held.a, place.row)
             for k in cutlass.range(steps, unroll=1):
                 at_b = (place.col, k, place.matrix)
-                ring.fill(barriers, phase, rows, b, (0, k), at_b, self.config.stage_bytes)
-                first = (place.row, place.col * self.config.tile_n, place.matrix)
-                scaling.load(scales, held, first, k, phase.stage, lane, cols)
-                cute.arch.cp_async_mbarrier_arrive_noinc(barriers.full + phase.stage)
+                ring.fill(barriers, phase, rows, b, (0, k), at_b, num_bytes)
+                mbar = barriers.full + phase.stage
+                tma.load_tile(scales_a, (0, k), phase.stage, mbar)
+                if const_expr(self.spec.rows_b):
+                    tma.load_tile(scales_b, at_b, phase.stage, mbar)
+                else:
+                    first = place.col * self.config.tile_n
+                    at_k = (k, place.matrix)
+                    scaling.copy(scales[1], held.b, first, at_k, phase.stage, lane, self.config)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(mbar)
                 phase = barrier.next_phase(phase, self.stages)
             work += cute.arch.grid_dim()[2]
             span = self._find(tiles, span, work, lane)
@@ -318,11 +328,12 @@ class MatmulSm90:
 def build(spec: MatmulSpec, config: MatmulConfig) -> tuple[MatmulSm90, tuple]:
     """The kernel and its symbolic arguments."""
     l, m, n, k, rows, steps = (sym_int() for _ in range(6))
+    blocks = symbolic("float32", (l, rows, steps), align=4)
     return MatmulSm90(spec, config), (
         symbolic("float8_e4m3fn", (m, k)),
         symbolic("float8_e4m3fn", (l, n, k)),
-        symbolic("float32", (m, steps), align=4),
-        symbolic("float32", (l, n if spec.rows_b else rows, steps), align=4),
+        symbolic("float32", (steps, m)),
+        symbolic("float32", (l, steps, n)) if spec.rows_b else blocks,
         symbolic(spec.d, (m, n)),
         symbolic("int32" if spec.grouped else None, (sym_int(),), align=4),
         Int32(0),

@@ -223,8 +223,9 @@ def multiply_promoted(
     size = const_expr(cute.size(parts[0]))
     for _ in cutlass.range(count, unroll=1):
         barrier.wait(ring.full, phase)
+        stage = cute.arch.make_warp_uniform(phase.stage)  # or else descriptors are moved one by one
         for c in cutlass.range_constexpr(len(parts)):
-            _multiply_part(mma, parts[c], rA, rB, c, phase.stage)
+            _multiply_part(mma, parts[c], rA, rB, c, stage)
         of_part = factors(phase.stage) if const_expr(factors is not None) else None
         for c in cutlass.range_constexpr(len(parts)):
             scales = of_part(c) if const_expr(of_part is not None) else [()] * size
