@@ -12,7 +12,7 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from quack_core.reduction.tiling import WARP, RowTiling
 
@@ -150,20 +150,22 @@ def fetch_vectors(
     thread: Int32,
     align: cutlass.Constexpr[int],
     pred: cute.Tensor | None = None,
-    policy: Int64 | None = None,
 ) -> None:
     """Start cp.async of the vectors of a thread into a row in shared memory.
 
     The alignment must allow accesses of 4, 8 or 16 bytes. Commit and wait are the caller's; a
     thread that reads only its own vectors needs no barrier. Where ``pred`` is false nothing is
     written.
-
-    Args:
-        policy: of ``l2``.
     """
     source = vector_view(pointer, tiling, thread, align)
     target = vector_view(shared, tiling, thread, align)
-    l2.fetch(source, target, None if pred is None else _spread(pred, source), policy)
+    wide = const_expr(source.shape[0][0] * pointer.dtype.width == 8 * CHUNK)
+    mode = cpasync.LoadCacheMode.GLOBAL if wide else cpasync.LoadCacheMode.ALWAYS
+    atom = _atom(cpasync.CopyG2SOp(cache_mode=mode), pointer.dtype, source.shape[0][0])
+    if const_expr(pred is None):
+        cute.copy(atom, source, target)
+    else:
+        cute.copy(atom, source, target, pred=_spread(pred, source))
 
 
 def vector_offset(pointer: cute.Pointer, vec: int) -> Int32:

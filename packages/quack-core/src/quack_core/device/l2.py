@@ -10,8 +10,7 @@ Source: PTX ISA, createpolicy.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
-from cutlass.cute.nvgpu.cpasync import LoadCacheMode
+from cutlass.cute.nvgpu import CopyUniversalOp
 
 ACCESS_BITS = 128
 """Of the accesses that take a policy; narrower ones go without."""
@@ -51,64 +50,20 @@ def load(
         pred: which accesses take place: (1, accesses...); None for all.
         policy: None for none.
     """
-    bits = const_expr(source.shape[0][0] * source.element_type.width)
-    if const_expr(policy is None or bits != ACCESS_BITS):
-        _copy(CopyUniversalOp(), source, target, pred)
-    else:
-        _each(_load_access, source, target, pred, policy)
-
-
-@cute.jit
-def fetch(
-    source: cute.Tensor, target: cute.Tensor, pred: cute.Tensor | None, policy: Int64 | None
-) -> None:
-    """Global memory to shared memory by cp.async; arguments as of ``load``."""
-    bits = const_expr(source.shape[0][0] * source.element_type.width)
-    if const_expr(bits != ACCESS_BITS):
-        _copy(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.ALWAYS), source, target, pred)
-    elif const_expr(policy is None):
-        _copy(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), source, target, pred)
-    else:
-        _each(_fetch_access, source, target, pred, policy)
-
-
-def _copy(operation, source: cute.Tensor, target: cute.Tensor, pred: cute.Tensor | None) -> None:
-    """Without a policy."""
     dtype = source.element_type
-    bits = source.shape[0][0] * dtype.width
-    atom = cute.make_copy_atom(operation, dtype, num_bits_per_copy=bits)
-    cute.copy(atom, source, target, pred=pred)
-
-
-@cute.jit
-def _each(
-    access: cutlass.Constexpr,
-    source: cute.Tensor,
-    target: cute.Tensor,
-    pred: cute.Tensor | None,
-    policy: Int64,
-) -> None:
-    """One access after the other."""
-    sources, targets = (cute.group_modes(t, 1, cute.rank(t)) for t in (source, target))
-    wanted = None if const_expr(pred is None) else cute.group_modes(pred, 1, cute.rank(pred))
-    for i in cutlass.range_constexpr(cute.size(sources, mode=[1])):
-        if const_expr(wanted is None):
-            access(sources[None, i], targets[None, i], policy)
-        else:
-            if wanted[0, i]:
-                access(sources[None, i], targets[None, i], policy)
-
-
-@cute.jit
-def _fetch_access(source: cute.Tensor, target: cute.Tensor, policy: Int64) -> None:
-    """16 bytes.
-
-    Source: PTX ISA, cp.async.cg (.L2::cache_hint).
-    """
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[Int32(target.iterator.toint()), source.iterator.toint(), policy],
-    )
+    bits = const_expr(source.shape[0][0] * dtype.width)
+    if const_expr(policy is None or bits != ACCESS_BITS):
+        atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=bits)
+        cute.copy(atom, source, target, pred=pred)
+    else:
+        sources, targets = (cute.group_modes(t, 1, cute.rank(t)) for t in (source, target))
+        wanted = None if const_expr(pred is None) else cute.group_modes(pred, 1, cute.rank(pred))
+        for i in cutlass.range_constexpr(cute.size(sources, mode=[1])):
+            if const_expr(wanted is None):
+                _load_access(sources[None, i], targets[None, i], policy)
+            else:
+                if wanted[0, i]:
+                    _load_access(sources[None, i], targets[None, i], policy)
 
 
 @cute.jit

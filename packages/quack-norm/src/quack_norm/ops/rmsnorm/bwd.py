@@ -11,13 +11,7 @@ from quack_core.device import copy
 from quack_core.jit.compile import symbolic
 from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.columns import ColumnSums
-from quack_norm.ops.row_map.base import (
-    column_pointer,
-    num_rows,
-    row_policy,
-    slice_pointer,
-    store_row,
-)
+from quack_norm.ops.row_map.base import column_pointer, num_rows, slice_pointer, store_row
 
 from .config import BwdConfig
 from .fwd import statistics
@@ -62,9 +56,20 @@ class RMSNormBwd(NormGradient, ReductionBase):
     ):
         cluster = const_expr(self.config.cluster)
         heads = x.shape[1] if const_expr(self.spec.per_head) else Int32(1)
-        rows = (x, weight, dout, rstd, dresidual_out, dx, dresidual)
-        sums = (dweight, dbias, work, state)
-        self.kernel(*rows, *sums, weight_offset, groups).launch(
+        operands = (
+            x,
+            weight,
+            dout,
+            rstd,
+            dresidual_out,
+            dx,
+            dresidual,
+            dweight,
+            dbias,
+            work,
+            state,
+        )
+        self.kernel(*operands, weight_offset, groups).launch(
             grid=[cluster * groups, heads, 1],
             block=[self.tiling.num_threads, 1, 1],
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
@@ -260,11 +265,10 @@ class RMSNormBwd(NormGradient, ReductionBase):
             valid = row < rows
             # A predicate, not a branch: DSL 4.8 mixes up variables that are None inside an `if`.
             pred = copy.column_predicate(tiling, thread, row_rank, valid)
-            policy = row_policy(inputs[0])
             for i in cutlass.range_constexpr(2 if self.spec.dresidual_out is None else 3):
                 source = self._pointer(inputs[i], row, valid, head, row_rank)
                 target = self._slot(inputs[i], ring, i, stage, tid)
-                copy.fetch_vectors(source, target, tiling, thread, self.spec.align, pred, policy)
+                copy.fetch_vectors(source, target, tiling, thread, self.spec.align, pred)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -289,14 +293,14 @@ class RMSNormBwd(NormGradient, ReductionBase):
         """The thread's vectors of a row of an input in float32; zeros outside."""
         tensor, tiling, thread = inputs[index], const_expr(self.tiling), self.thread_in_row(tid)
         valid = row < rows
-        pred, align, policy = self._predicate(thread, row_rank, valid), copy.CHUNK, None
+        pred = self._predicate(thread, row_rank, valid)
         if const_expr(self.config.stages > 0):
             pointer = self._slot(tensor, ring, index, stage, tid)
+            align = const_expr(copy.CHUNK)
         else:
             pointer = self._pointer(tensor, row, valid, head, row_rank)
-            align, policy = const_expr(self.spec.align), row_policy(tensor)
-        found = copy.load_vectors(pointer, tiling, thread, align, pred, 0, policy)
-        return found.load().to(Float32)
+            align = const_expr(self.spec.align)
+        return copy.load_vectors(pointer, tiling, thread, align, pred).load().to(Float32)
 
     @cute.jit
     def _put(
