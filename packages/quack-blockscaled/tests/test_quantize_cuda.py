@@ -15,6 +15,7 @@ from quack_blockscaled.formats import (
 )
 from quack_blockscaled.scales import RULES
 from quack_core.errors import UnsupportedError
+from quack_core.testing.compare import assert_bitwise
 
 ROWS = (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128)
 BUILT = (*ROWS, FP8_BLOCK_128X128)
@@ -28,9 +29,7 @@ def check(x: Tensor, format: BlockFormat, rule: str = "rceil") -> None:
     expected = quantize(x, format, scale_rounding=rule)
     found = quantize(x.cuda(), format, scale_rounding=rule)
     for part in ("values", "scales"):
-        a, b = getattr(found, part).cpu(), getattr(expected, part)
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (format.name, part)
+        assert_bitwise(getattr(found, part).cpu(), getattr(expected, part), format.name)
 
 
 @pytest.mark.parametrize("format", BUILT, ids=lambda f: f.name)

@@ -30,8 +30,9 @@ class QuantizeRows:
         n: Int32,  # columns, which do not matter here
         stream: cuda.CUstream,
     ):
-        tile = self.config.threads * self.config.unroll * VECTOR
-        ctas = Int32((Int64(x.shape[0]) + (tile - 1)) // tile)
+        # From the blocks: a size has 32 bits here, which elements may exceed.
+        tile = self.config.threads * self.config.unroll
+        ctas = Int32((Int64(scales.shape[0]) * self.lanes + (tile - 1)) // tile)
         self.kernel(x, values, scales).launch(
             grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], stream=stream
         )
@@ -43,7 +44,7 @@ class QuantizeRows:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         first = Int64(block) * (threads * unroll) + tid  # vectors
-        count = Int64(x.shape[0]) // VECTOR
+        count = Int64(scales.shape[0]) * self.lanes
 
         # --- load
         held = cute.make_rmem_tensor(cute.make_layout((VECTOR, unroll)), x.element_type)
