@@ -30,7 +30,7 @@ NAME = {"ids": lambda element: element.name}
 
 def add_down(a: Tensor, b: Tensor) -> Tensor:
     """In float64, which has the bits that matter, then rounded towards zero."""
-    exact = a.double() + b.double()
+    exact = a.abs().double() + b.double()
     found = exact.float()
     return torch.where(found.double() > exact, torch.nextafter(found, found * 0), found)
 
@@ -113,10 +113,10 @@ def test_narrow_elements_are_those_of_the_reference(element: ElementFormat, clip
     word = shrunk(given, element)
     # The product with a scale's inverse gives a NaN without a sign.
     word = torch.where(given & bits.MAGNITUDE > bits.INF, bits.MAGNITUDE, word)
-    if clipped:
-        word = bits.clip(word, element, CPU)
+    size = bits.clipped(word, element, CPU) if clipped else word
     if element == E2M1:
-        word = bits.nearest(word, element, CPU)
+        size = bits.nearest(size, element, CPU)
+    word = bits.signed(size, word)
     expected = elements.encode(given.view(torch.float32), element)
     assert torch.equal(converted(word, element), expected.to(torch.int32))
 
@@ -130,9 +130,8 @@ def test_stochastic_elements_are_those_of_the_reference(element: ElementFormat) 
     drawn = torch.randint(1 << 16, given.shape, generator=torch.Generator().manual_seed(3))
     for noise in (drawn.to(torch.int32), *(torch.full_like(given, n) for n in (0, 1, 65535))):
         word = shrunk(given, element)
-        if element.bits < 8:
-            word = bits.clip(word, element, CPU)
-        word = bits.stochastic(word, noise, element, CPU)
+        size = bits.clipped(word, element, CPU) if element.bits < 8 else word
+        word = bits.signed(bits.stochastic(size, noise, element, CPU), word)
         expected = elements.encode(given.view(torch.float32), element, noise)
         assert torch.equal(converted(word, element), expected.to(torch.int32))
 

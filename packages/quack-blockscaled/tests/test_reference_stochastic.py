@@ -25,7 +25,8 @@ BIG = 2**33 + 5
 
 
 def words(counter: list[int], key: tuple[int, int]) -> list[int]:
-    return [int(word) for word in philox([torch.tensor(each) for each in counter], key)]
+    found = philox([torch.tensor(each) for each in counter], key, elements.multiply)
+    return [int(word) for word in found]
 
 
 def stochastic(x: Tensor, format: BlockFormat, seed: int = 1, **given: int) -> Quantized:

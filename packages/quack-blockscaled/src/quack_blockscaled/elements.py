@@ -67,9 +67,15 @@ def noise(elements: int, seed: int, device: torch.device) -> Tensor:
         raise ShapeError(f"quantize: seed is {seed}: it must be 0 to 2**63 - 1")
     calls = torch.arange(-(-elements // PER_CALL), dtype=torch.int64, device=device)
     zero = torch.zeros_like(calls)
-    words = philox([calls & WORD, calls >> 32, zero, zero], (seed & WORD, seed >> 32))
+    words = philox([calls & WORD, calls >> 32, zero, zero], (seed & WORD, seed >> 32), multiply)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, -1).reshape(-1)[:elements].int()
+
+
+def multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of a product, int64 as its factor is."""
+    product = word * by  # of 64 bits: int64 wraps, and the masks undo the sign
+    return product >> 32 & WORD, product & WORD
 
 
 def decode(codes: Tensor, element: ElementFormat) -> Tensor:

@@ -11,6 +11,7 @@ Element i of a tensor, counted in row-major order of its shape whatever its stri
 So one call serves 8 neighbours, and how a kernel divides the tensor does not matter.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 ROUNDS = 10
@@ -25,23 +26,20 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: list[Any], key: tuple[Any, Any]) -> list[Any]:
+def philox(
+    counter: list[Any], key: tuple[Any, Any], multiply: Callable[[Any, int], tuple[Any, Any]]
+) -> list[Any]:
     """Four words of 32 random bits, in arithmetic that kernels and the reference share.
 
     Args:
-        counter: four numbers of 64 bits, of any type that has the operators of one, below 2**32.
-        key: two, below 2**32.
+        counter: four words, of any type that has the operators of integers.
+        key: two.
+        multiply: the high and the low word of a product.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # Products have 64 bits: int64 wraps, and the masks below undo the sign.
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (second >> 32 & WORD) ^ c1 ^ k0,
-            second & WORD,
-            (first >> 32 & WORD) ^ c3 ^ k1,
-            first & WORD,
-        )
+        first, second = multiply(c0, _MULTIPLIERS[0]), multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = second[0] ^ c1 ^ k0, second[1], first[0] ^ c3 ^ k1, first[1]
         k0, k1 = k0 + _WEYL[0] & WORD, k1 + _WEYL[1] & WORD
     return [c0, c1, c2, c3]

@@ -34,7 +34,7 @@ class Arithmetic:
         where: ``where(condition, a, b)``, a selection.
         as_float, as_word: the same bits as a float32, or as a word.
         least: the smaller float32 number; of a NaN and a number the number.
-        add_down: the sum of two float32 numbers of one sign, rounded towards zero.
+        add_down: the magnitude of a float32 number plus a positive one, rounded towards zero.
     """
 
     where: Callable[[Any, Any, Any], Any]
@@ -97,21 +97,20 @@ def shrink(element: ElementFormat) -> float:
     return 2.0 ** (element.bias - carrier(element).bias)
 
 
-def clip(word: Any, element: ElementFormat, on: Arithmetic) -> Any:
-    """A number of the carrier's range, no larger than the largest of the element; NaN becomes that."""
-    largest = element.max * shrink(element)
-    return on.as_word(on.least(_magnitude(word, on), largest)) | (word & SIGN)
+def clipped(word: Any, element: ElementFormat, on: Arithmetic) -> Any:
+    """The magnitude of a number of the carrier's range, no larger than the largest of the element;
+    NaN becomes that."""
+    return on.as_word(on.least(on.as_float(word & MAGNITUDE), element.max * shrink(element)))
 
 
 def nearest(word: Any, element: ElementFormat, on: Arithmetic) -> Any:
-    """A number of the carrier's range rounded to one of the element, ties to even; with its sign.
+    """The magnitude of a number of the carrier's range rounded to one of the element, ties to even.
 
-    The step is that of the number's exponent. Added to 2**23 steps, the number is rounded to whole
-    ones by the addition itself.
+    The step is that of its exponent. Added to 2**23 steps, it is rounded to whole ones by the
+    addition itself.
     """
     magic = _steps(word, MANTISSA, element, on)
-    rounded = _magnitude(word, on) + magic - magic
-    return on.as_word(rounded) | (word & SIGN)
+    return on.as_word(on.as_float(word & MAGNITUDE) + magic - magic)
 
 
 def stochastic(word: Any, noise: Any, element: ElementFormat, on: Arithmetic) -> Any:
@@ -121,9 +120,13 @@ def stochastic(word: Any, noise: Any, element: ElementFormat, on: Arithmetic) ->
         noise: 16 random bits; of NaN 0.
     """
     magic = _steps(word, GUARD, element, on)
-    total = on.as_word(on.add_down(_magnitude(word, on), magic)) + noise
-    rounded = on.as_float(total & -1 << NOISE_BITS) - magic
-    return on.as_word(rounded) | (word & SIGN)
+    total = on.as_word(on.add_down(on.as_float(word), magic)) + noise
+    return on.as_word(on.as_float(total & -1 << NOISE_BITS) - magic)
+
+
+def signed(magnitude: Any, word: Any) -> Any:
+    """A magnitude with the sign of a number."""
+    return magnitude | (word & SIGN)
 
 
 def narrowed(word: Any, element: ElementFormat) -> Any:
@@ -156,10 +159,6 @@ def joined(groups: list[Any]) -> list[Any]:
     """Four words of 24 bits in three of 32."""
     a, b, c, d = groups
     return [a | b << 24, (b >> 8) | c << 16, (c >> 16) | d << 8]
-
-
-def _magnitude(word: Any, on: Arithmetic) -> Any:
-    return on.as_float(word & MAGNITUDE)
 
 
 def _steps(word: Any, exponent: int, element: ElementFormat, on: Arithmetic) -> Any:

@@ -9,7 +9,7 @@ from quack_core.device import copy, reduce
 from quack_core.jit.compile import symbolic
 from quack_core.jit.dsl import make_fake_compact_tensor, sym_int64
 
-from ..formats import E2M1, E8M0, FLOAT32, SMALLEST_FLOAT32
+from ..formats import E2M1, E8M0, FLOAT32, SMALLEST_FLOAT32, ElementFormat
 from . import bits
 from .spec import QuantizeSpec
 
@@ -17,12 +17,18 @@ ALIGN = 16
 LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 
 
-@cute.jit
-def widened(held: cute.Tensor) -> cute.Tensor:
+def widened(held: cute.Tensor) -> list[Float32]:
     """A vector in float32."""
-    numbers = cute.make_rmem_tensor(held.shape, Float32)
-    numbers.store(copy.widen(held))
-    return numbers
+    numbers = copy.widen(held)
+    return [numbers[i] for i in range(cute.size(held))]
+
+
+def registers(words: list[Int32]) -> cute.Tensor:
+    """Words side by side, to be stored."""
+    held = cute.make_rmem_tensor(len(words), Int32)
+    for i, word in enumerate(words):
+        held[i] = word
+    return held
 
 
 def largest(held: cute.Tensor) -> Int32:
@@ -89,63 +95,64 @@ def scale(
 def codes(
     spec: QuantizeSpec,
     native: bool,
-    numbers: cute.Tensor,
+    numbers: list[Float32],
     inverse: Float32,
     noise: list[Int32] | None = None,
-) -> cute.Tensor:
-    """Of a vector, packed in words.
+) -> list[Int32]:
+    """Of numbers side by side, packed in words.
 
     Args:
-        native: the architecture converts to elements of few bits.
+        native: the architecture converts to elements of 4 and 6 bits.
         noise: of each element, to round stochastically.
     """
     element = spec.format.element
-    ratios = _ratios(spec, native and noise is None, numbers, inverse)
-    if noise is not None:
-        ratios = [
-            bits.stochastic(r.bitcast(Int32), n, element, ON).bitcast(Float32)
-            for r, n in zip(ratios, noise, strict=True)
-        ]
-    if element == E2M1:
-        if native and noise is None:
-            return _words([_native_four_bits(ratios[i : i + 8]) for i in range(0, len(ratios), 8)])
-        if noise is None:
-            ratios = [
-                bits.nearest(r.bitcast(Int32), element, ON).bitcast(Float32) for r in ratios
-            ]
-        halves = [
-            [bits.narrowed(_four("e4m3x2", ratios[at + i : at + 8 : 2]), element) for i in (0, 1)]
-            for at in range(0, len(ratios), 8)
-        ]
-        return _words([bits.pairs(even, odd) for even, odd in halves])
-    own = element.bits == 8 or (native and noise is None)
-    kind = f"{(element if own else bits.carrier(element)).name}x2"
-    found = [_four(kind, ratios[i : i + 4]) for i in range(0, len(ratios), 4)]
-    if element.bits == 8:
-        return _words(found)
-    if not own:
-        found = [bits.narrowed(word, element) for word in found]
-    return _words(bits.joined([bits.quads(word) for word in found]))
+    if element.bits == 8 and noise is None or native and noise is None:
+        return _converted(element, element, [number * inverse for number in numbers])
+    ratios = [word.bitcast(Float32) for word in _rounded(spec, numbers, inverse, noise)]
+    return _converted(element, bits.carrier(element), ratios)
 
 
-def _ratios(
-    spec: QuantizeSpec,
-    native: bool,
-    numbers: cute.Tensor,
-    inverse: Float32,
-) -> list[Float32]:
-    """What is rounded: in the range of the carrier unless the conversion is the element's own."""
-    element = spec.format.element
-    shrink = 1.0 if native else bits.shrink(element)
-    if spec.format.scale == E8M0 and shrink != 1.0:
-        inverse = inverse * shrink  # powers of two: exact
-        shrink = 1.0
-    found = [numbers[i] * inverse for i in range(cute.size(numbers))]
-    if shrink != 1.0:
-        found = [ratio * shrink for ratio in found]
-    if spec.clips and element.bits < 8 and not native:
-        found = [bits.clip(r.bitcast(Int32), element, ON).bitcast(Float32) for r in found]
+def _rounded(
+    spec: QuantizeSpec, numbers: list[Float32], inverse: Float32, noise: list[Int32] | None
+) -> list[Int32]:
+    """Elements in the range of their carrier, as float32's bits: what conversion makes no different."""
+    element, shrink = spec.format.element, bits.shrink(spec.format.element)
+    if spec.format.scale == E8M0:
+        inverse, shrink = inverse * shrink, 1.0  # powers of two: exact
+    found = []
+    for i, number in enumerate(numbers):
+        word = given = _times(number * inverse, shrink).bitcast(Int32)
+        if spec.clips and element.bits < 8:
+            word = bits.clipped(word, element, ON)
+        if noise is not None:
+            word = bits.stochastic(word, noise[i], element, ON)
+        elif element == E2M1:  # of the others the carrier has as many bits of mantissa
+            word = bits.nearest(word, element, ON)
+        found.append(word if word is given else bits.signed(word, given))
     return found
+
+
+def _converted(
+    element: ElementFormat, through: ElementFormat, numbers: list[Float32]
+) -> list[Int32]:
+    """Numbers to elements by the conversion to the format ``through``, packed."""
+    if element == through == E2M1:
+        return [_eight_e2m1(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
+    kind = f"{through.name}x2"
+    if element == E2M1:
+        found = []
+        for at in range(0, len(numbers), 8):
+            even, odd = (_four(kind, numbers[at + i : at + 8 : 2]) for i in (0, 1))
+            found.append(bits.pairs(bits.narrowed(even, element), bits.narrowed(odd, element)))
+        return found
+    found = [_four(kind, numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
+    if element != through:
+        found = [bits.narrowed(word, element) for word in found]
+    return found if element.bits == 8 else bits.joined([bits.quads(word) for word in found])
+
+
+def _times(number: Float32, factor: float) -> Float32:
+    return number if factor == 1.0 else number * factor
 
 
 def vector(x: cute.Tensor, at: Int64, size: int) -> cute.Tensor:
@@ -189,14 +196,6 @@ def _where(condition: Boolean, yes: Any, no: Any) -> Any:
     return found
 
 
-def _words(found: list[Int32]) -> cute.Tensor:
-    """Words of a list, as registers."""
-    held = cute.make_rmem_tensor(len(found), Int32)
-    for i, word in enumerate(found):
-        held[i] = word
-    return held
-
-
 def _max_halves(a: tuple[Int32], b: tuple[Int32]) -> tuple[Int32]:
     found = cute.arch.inline_ptx(
         "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[*a, *b]
@@ -206,7 +205,9 @@ def _max_halves(a: tuple[Int32], b: tuple[Int32]) -> tuple[Int32]:
 
 def _add_down(a: Float32, b: Float32) -> Float32:
     return cute.arch.inline_ptx(
-        "add.rz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+        "{ .reg .f32 size; abs.f32 size, {$r0}; add.rz.f32 {$w0}, size, {$r1}; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
     )
 
 
@@ -227,7 +228,7 @@ def _four(kind: str, numbers: list[Float32]) -> Int32:
     return cute.recast_tensor(halves, Int32)[0]
 
 
-def _native_four_bits(numbers: list[Float32]) -> Int32:
+def _eight_e2m1(numbers: list[Float32]) -> Int32:
     """Codes of eight numbers.
 
     Source: PTX ISA, cvt.rn.satfinite.e2m1x2.f32.

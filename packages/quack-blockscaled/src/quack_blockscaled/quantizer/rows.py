@@ -76,7 +76,7 @@ class QuantizeRows:
             bits = self._noise(at, seed, amax)
             numbers = convert.widened(held[None, i])
             codes = convert.codes(self.spec, self.config.native, numbers, inverse, bits)
-            self._store(codes, values, at, count, shared, tid)
+            self._store(convert.registers(codes), values, at, count, shared, tid)
             if (at < count) & (at % self.lanes == 0):
                 scales[at // self.lanes] = scale
 
