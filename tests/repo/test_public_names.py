@@ -76,6 +76,7 @@ def test_blockscaled_exports_exactly_the_promised_names(fresh_python):
         "load_file",
         "matmul",
         "quantize",
+        "quantize_both",
         "save_file",
         "supports",
     ]

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from quack_blockscaled.api import dequantize as dequantize
     from quack_blockscaled.api import matmul as matmul
     from quack_blockscaled.api import quantize as quantize
+    from quack_blockscaled.api import quantize_both as quantize_both
     from quack_blockscaled.api import supports as supports
     from quack_blockscaled.files import load_file as load_file
     from quack_blockscaled.files import save_file as save_file
@@ -44,6 +45,7 @@ _HOME = {
     "load_file": "quack_blockscaled.files",
     "matmul": "quack_blockscaled.api",
     "quantize": "quack_blockscaled.api",
+    "quantize_both": "quack_blockscaled.api",
     "save_file": "quack_blockscaled.files",
     "supports": "quack_blockscaled.api",
 }
@@ -66,6 +68,7 @@ __all__ = [
     "load_file",
     "matmul",
     "quantize",
+    "quantize_both",
     "save_file",
     "supports",
 ]

@@ -42,6 +42,29 @@ def largest(held: cute.Tensor) -> Int32:
     return as_float32(largest_of([found & 0xFFFF, found >> 16]), held.element_type)
 
 
+def largest_of_columns(held: cute.Tensor) -> cute.Tensor:
+    """The largest magnitudes of vectors (element, vector) over the vectors, as of `largest`."""
+    size, vectors = held.shape
+    words = cute.recast_tensor(held, Int32)
+    halves = held.element_type is not Float32
+    mask, reduction = (0x7FFF7FFF, HALVES) if halves else (bits.MAGNITUDE, reduce.MAX)
+    found = cute.make_rmem_tensor(size, Int32)
+    for i in range(size // 2 if halves else size):
+        each = [(words[i, j] & mask,) for j in range(vectors)]
+        (word,) = reduce.combine_tree(each, reduction)
+        if halves:
+            found[2 * i] = as_float32(word & 0xFFFF, held.element_type)
+            found[2 * i + 1] = as_float32(word >> 16, held.element_type)
+        else:
+            found[i] = word
+    return found
+
+
+def as_float(word: Int32) -> Float32:
+    """The number of these bits."""
+    return word.bitcast(Float32)
+
+
 def as_float32(magnitude: Int32, dtype: Any) -> Int32:
     """The bits of a magnitude of 16 bits in float32."""
     if dtype is BFloat16:

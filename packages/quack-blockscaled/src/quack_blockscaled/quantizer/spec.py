@@ -19,13 +19,15 @@ TILE = (128, 128)
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """Blocks along contiguous memory.
+    """Blocks of a tensor in row-major order.
 
     Args:
         x: dtype of what is quantised.
         format: of the result.
         scale_rounding: one of ``scales.RULES``.
         stochastic: elements are rounded so, else to the nearest.
+        copies: ``"rows"`` along contiguous memory; of a matrix that lies so ``"columns"``, which are
+            written contiguous, or ``"both"``.
 
     Raises:
         UnsupportedError: there is no kernel for the format; names the way out.
@@ -35,8 +37,15 @@ class QuantizeSpec:
     format: BlockFormat
     scale_rounding: str = "rceil"
     stochastic: bool = False
+    copies: str = "rows"
 
     def __post_init__(self) -> None:
+        if self.copies != "rows" and (self.stochastic or not has_columns(self.format)):
+            raise UnsupportedError(
+                f"quantize: there is no kernel for {self.format.name} along columns",
+                "kernels are for elements of 8 bits, to the nearest",
+                "quantize x.mT.contiguous() along rows",
+            )
         if not is_built(self.format):
             raise UnsupportedError(
                 f"quantize: there is no kernel for {self.format.name}",
@@ -50,11 +59,14 @@ class QuantizeSpec:
     def name(self) -> str:
         """As profilers show it."""
         rounding = self.scale_rounding + ("_stochastic" if self.stochastic else "")
-        return f"quantize_{dtypes.short(self.x)}_{self.format.name}_{rounding}"
+        copies = "" if self.copies == "rows" else f"_{self.copies}"
+        return f"quantize{copies}_{dtypes.short(self.x)}_{self.format.name}_{rounding}"
 
     @property
     def module(self) -> str:
         """Where the kernel is."""
+        if self.copies != "rows":
+            return f"{__package__}.columns"
         return f"{__package__}.{'rows' if self.format.rows == 1 else 'tiles'}"
 
     @property
@@ -99,3 +111,9 @@ def is_built(format: BlockFormat) -> bool:
     if one_row and format.cols & (format.cols - 1) == 0:
         return wide or six or four
     return wide and format.block == TILE
+
+
+def has_columns(format: BlockFormat) -> bool:
+    """Whether there is a kernel that reads rows and quantises along columns."""
+    one_row = format.rows == 1 and WIDEST <= format.cols <= TILE[1]
+    return is_built(format) and format.element.bits == 8 and (one_row or format.block == TILE)
