@@ -1,12 +1,12 @@
 """Quantise along the columns of matrices, and along their rows from the same read if that is asked for."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from quack_core.device import copy
 
@@ -18,6 +18,28 @@ PADDED = COLS + 4
 """Blocks of one column (row) of the tile lie this far apart: neighbouring lanes, which have neighbouring
 blocks, use different banks."""
 LANES = COLS // VECTOR
+
+
+class Tile(NamedTuple):
+    """Where 128x128 elements lie in matrices (batch, m, n)."""
+
+    matrix: Int64
+    top: Int32
+    left: Int32
+    m: Int32
+    n: Int32
+
+    def has(self, row: Int32, col: Int32) -> Boolean:
+        """Whether an element of the tile is one of the matrix."""
+        return (self.top + row < self.m) & (self.left + col < self.n)
+
+    def offset(self, row: Int32, col: Int32) -> Int64:
+        """Of an element of the tile, in elements."""
+        return ((self.matrix * self.m + self.top + row) * self.n) + self.left + col
+
+    def turned(self) -> "Tile":
+        """The same in the transposed matrices."""
+        return Tile(self.matrix, self.left, self.top, self.n, self.m)
 
 
 class QuantizeColumns:
@@ -36,6 +58,7 @@ class QuantizeColumns:
         self.square = spec.format.block == TILE  # one scale, of both copies
         self.block = spec.format.cols
         self.blocks = COLS // self.block  # of a row or column of the tile
+        self.warps = self.block * config.threads // WARP // ROWS  # that have rows of a block
 
     @cute.jit
     def __call__(
@@ -68,19 +91,12 @@ class QuantizeColumns:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         rest, right = block // across, block % across
-        matrix, below = rest // down, rest % down
-        tile = (Int64(matrix), below * ROWS, right * COLS)
+        tile = Tile(Int64(rest // down), rest % down * ROWS, right * COLS, m, n)
         row, col = tid // LANES * VECTOR, tid % LANES * VECTOR
         in_rows, in_cols, turned = self._allocate()
 
         # --- load, largest magnitudes
-        held = cute.make_rmem_tensor(cute.make_layout((VECTOR, VECTOR)), x.element_type)
-        held.fill(x.element_type(0.0))
-        if (tile[1] + row < m) & (tile[2] + col < n):  # eight rows and columns as a whole
-            first = ((tile[0] * m + tile[1] + row) * n + tile[2] + col) // VECTOR
-            for i in cutlass.range_constexpr(VECTOR):
-                at = first + i * (n // VECTOR)
-                cute.autovec_copy(convert.vector(x, at, VECTOR), held[None, i])
+        held = self._load(x, tile, row, col)
         if const_expr(self.square):
             self._post_tile(held, in_cols, tid)
         else:
@@ -91,19 +107,31 @@ class QuantizeColumns:
 
         # --- scales, each by one thread
         if const_expr(self.square):
-            self._tile_scale(in_cols, rows, columns, tile, m, n, tid)
+            self._tile_scale(in_cols, rows, columns, tile, tid)
         else:
-            self._scales(in_cols, columns[1], tile[0], tile[2], tile[1], n, m, tid, True)
+            self._scales(in_cols, columns[1], tile.turned(), tid, self.warps)
             if const_expr(rows is not None):
-                self._scales(in_rows, rows[1], tile[0], tile[1], tile[2], m, n, tid, False)
+                self._scales(in_rows, rows[1], tile, tid, 1)
         cute.arch.sync_threads()
 
         # --- quantise; rows are stored, columns turned in shared memory
         if const_expr(rows is not None):
-            self._store_rows(held, in_rows, in_cols, rows[0], tile, m, n, row, col)
+            self._store_rows(held, in_rows, in_cols, rows[0], tile, row, col)
         self._turn_columns(held, in_cols, turned, row, col)
         cute.arch.sync_threads()
-        self._store_columns(turned, columns[0], tile, m, n, tid)
+        self._store_columns(turned, columns[0], tile.turned(), tid)
+
+    @cute.jit
+    def _load(self, x: cute.Tensor, tile: Tile, row: Int32, col: Int32) -> cute.Tensor:
+        """Eight rows of eight columns, (column, row); zeros outside, where they are as a whole."""
+        held = cute.make_rmem_tensor(cute.make_layout((VECTOR, VECTOR)), x.element_type)
+        held.fill(x.element_type(0.0))
+        if tile.has(row, col):
+            first = tile.offset(row, col) // VECTOR
+            for i in cutlass.range_constexpr(VECTOR):
+                at = first + i * (tile.n // VECTOR)
+                cute.autovec_copy(convert.vector(x, at, VECTOR), held[None, i])
+        return held
 
     def _allocate(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Words of blocks of rows (row, block) and of columns (column, warp), and the tile turned:
@@ -151,33 +179,27 @@ class QuantizeColumns:
         self,
         words: cute.Tensor,
         scales: cute.Tensor,
-        matrix: Int64,
-        first: Int32,
-        along: Int32,
-        lines: Int32,
-        length: Int32,
+        tile: Tile,
         tid: Int32,
-        columns: cutlass.Constexpr[bool],
+        each: cutlass.Constexpr[int],
     ):
         """Largest magnitudes of blocks to scales, stored, and to their inverses, in the same place.
 
         Args:
-            words: (line, block); of columns (line, warp), several of a block.
-            first, along: line and element where the tile begins.
-            lines, length: of the matrix: lines that are quantised along, and their elements.
+            words: (row, part of a block).
+            tile: whose rows are quantised along.
+            each: parts of a block.
         """
-        each = const_expr(self.block * self.threads // WARP // ROWS if columns else 1)
         for i in cutlass.range_constexpr(-(-COLS * self.blocks // self.threads)):
             pair = tid + i * self.threads
-            line, block = pair // self.blocks, pair % self.blocks
+            row, block = pair // self.blocks, pair % self.blocks
             if pair < COLS * self.blocks:
-                amax = convert.largest_of([words[line, block * each + w] for w in range(each)])
+                amax = convert.largest_of([words[row, block * each + w] for w in range(each)])
                 scale, inverse = convert.scale(self.spec, amax)
-                words[line, block * each] = inverse.bitcast(Int32)
-                at = along // self.block + block
-                if (first + line < lines) & (at < length // self.block):
-                    row = matrix * lines + first + line
-                    scales[row * (length // self.block) + at] = scale
+                words[row, block * each] = inverse.bitcast(Int32)
+                col = block * self.block
+                if tile.has(row, col):
+                    scales[tile.offset(row, col) // self.block] = scale
 
     @cute.jit
     def _tile_scale(
@@ -185,22 +207,19 @@ class QuantizeColumns:
         words: cute.Tensor,
         rows: tuple[cute.Tensor, cute.Tensor] | None,
         columns: tuple[cute.Tensor, cute.Tensor],
-        tile: tuple[Int64, Int32, Int32],
-        m: Int32,
-        n: Int32,
+        tile: Tile,
         tid: Int32,
     ):
         """The scale of the tile, stored, and its inverse to (0, 0)."""
         if tid == 0:
-            warps = self.threads // WARP
-            amax = convert.largest_of([words[0, warp] for warp in range(warps)])
+            amax = convert.largest_of([words[0, warp] for warp in range(self.threads // WARP)])
             scale, inverse = convert.scale(self.spec, amax)
             words[0, 0] = inverse.bitcast(Int32)
-            matrix, below, right = tile[0], tile[1] // ROWS, tile[2] // COLS
-            down, across = m // ROWS, n // COLS
-            columns[1][(matrix * across + right) * down + below] = scale
+            below, right = tile.top // ROWS, tile.left // COLS
+            down, across = tile.m // ROWS, tile.n // COLS
+            columns[1][(tile.matrix * across + right) * down + below] = scale
             if const_expr(rows is not None):
-                rows[1][(matrix * down + below) * across + right] = scale
+                rows[1][(tile.matrix * down + below) * across + right] = scale
 
     @cute.jit
     def _store_rows(
@@ -209,15 +228,13 @@ class QuantizeColumns:
         in_rows: cute.Tensor,
         in_cols: cute.Tensor,
         values: cute.Tensor,
-        tile: tuple[Int64, Int32, Int32],
-        m: Int32,
-        n: Int32,
+        tile: Tile,
         row: Int32,
         col: Int32,
     ):
         """Eight codes of each of eight rows."""
-        if (tile[1] + row < m) & (tile[2] + col < n):
-            first = ((tile[0] * m + tile[1] + row) * n + tile[2] + col) // VECTOR
+        if tile.has(row, col):
+            first = tile.offset(row, col) // VECTOR
             for i in cutlass.range_constexpr(VECTOR):
                 word = (
                     in_cols[0, 0]
@@ -226,7 +243,7 @@ class QuantizeColumns:
                 )
                 numbers = convert.widened(held[None, i])
                 codes = convert.codes(self.spec, self.native, numbers, convert.as_float(word))
-                there = convert.words(values, first + i * (n // VECTOR), VECTOR)
+                there = convert.words(values, first + i * (tile.n // VECTOR), VECTOR)
                 cute.autovec_copy(convert.registers(codes), there)
 
     @cute.jit
@@ -242,8 +259,8 @@ class QuantizeColumns:
         if const_expr(self.square):
             inverses.fill(words[0, 0])
         else:
-            per_block = const_expr(self.block * self.threads // WARP // ROWS)
-            cute.autovec_copy(_vector(words, col, row // self.block * per_block), inverses)
+            part = row // self.block * self.warps
+            cute.autovec_copy(_vector(words, col, part), inverses)
         numbers = [convert.widened(held[None, i]) for i in range(VECTOR)]
         lane, unit = col // VECTOR, row // VECTOR
         place = ((unit // 2) ^ (lane % 8)) * 4 + ((unit % 2) ^ (lane // 8)) * 2
@@ -256,29 +273,26 @@ class QuantizeColumns:
             )
 
     @cute.jit
-    def _store_columns(
-        self,
-        turned: cute.Tensor,
-        values: cute.Tensor,
-        tile: tuple[Int64, Int32, Int32],
-        m: Int32,
-        n: Int32,
-        tid: Int32,
-    ):
-        """16 bytes a thread, 128 of a column by neighbouring lanes."""
+    def _store_columns(self, turned: cute.Tensor, values: cute.Tensor, tile: Tile, tid: Int32):
+        """16 bytes a thread, 128 of a column by neighbouring lanes.
+
+        Args:
+            tile: in the transposed matrices.
+        """
         units = const_expr(ROWS // 16)
         step = const_expr(self.threads // units)  # columns at once
-        unit = tid % units
+        row = tid % units * 16
         for i in cutlass.range_constexpr(COLS // step):
             col = tid // units + i * step
-            start = turned.iterator + col * (ROWS // 4) + (unit ^ (col // VECTOR % 8)) * 4
+            place = ((row // 16) ^ (col // VECTOR % 8)) * 4
+            start = copy.aligned(turned.iterator + col * (ROWS // 4) + place, 16)
             read = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(cute.make_tensor(copy.aligned(start, 16), cute.make_layout(4)), read)
+            cute.autovec_copy(cute.make_tensor(start, cute.make_layout(4)), read)
             if const_expr(i * step >= COLS // 2):  # halves were exchanged
                 read = convert.registers([read[2], read[3], read[0], read[1]])
-            if (tile[2] + col < n) & (tile[1] + unit * 16 < m):
-                at = (tile[0] * n + tile[2] + col) * m + tile[1] + unit * 16
-                cute.autovec_copy(read, convert.words(values, at // 16, 16))
+            if tile.has(col, row):
+                there = convert.words(values, tile.offset(col, row) // 16, 16)
+                cute.autovec_copy(read, there)
 
 
 def _vector(words: cute.Tensor, first: Int32, block: Int32) -> cute.Tensor:
