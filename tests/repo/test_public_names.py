@@ -78,6 +78,7 @@ def test_blockscaled_exports_exactly_the_promised_names(fresh_python):
         "matmul",
         "matmul_grouped",
         "quantize",
+        "quantize_both",
         "save_file",
         "supports",
     ]

@@ -8,6 +8,7 @@ from quack_blockscaled.__about__ import __version__ as __version__
 if TYPE_CHECKING:
     from quack_blockscaled.api import dequantize as dequantize
     from quack_blockscaled.api import quantize as quantize
+    from quack_blockscaled.api import quantize_both as quantize_both
     from quack_blockscaled.api import supports as supports
     from quack_blockscaled.files import load_file as load_file
     from quack_blockscaled.files import save_file as save_file
@@ -48,6 +49,7 @@ _HOME = {
     "matmul": "quack_blockscaled.products",
     "matmul_grouped": "quack_blockscaled.products",
     "quantize": "quack_blockscaled.api",
+    "quantize_both": "quack_blockscaled.api",
     "save_file": "quack_blockscaled.files",
     "supports": "quack_blockscaled.api",
 }
@@ -72,6 +74,7 @@ __all__ = [
     "matmul",
     "matmul_grouped",
     "quantize",
+    "quantize_both",
     "save_file",
     "supports",
 ]

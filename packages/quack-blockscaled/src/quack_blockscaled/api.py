@@ -49,29 +49,54 @@ def quantize(
             which ``x`` is divided first, of a format that has one; 1 if None.
 
     Returns:
-        A `BlockScaledTensor` of the shape of ``x``.
+        A `BlockScaledTensor` of the shape of ``x``, in memory with ``dim`` last.
 
     Raises:
         DTypeError, ShapeError, DeviceError: name operand, dimension, found and needed value.
-        UnsupportedError: an unknown rule; on a GPU, what `supports` says no to, blocks along another
-            dimension, stochastic rounding: names the way out.
+        UnsupportedError: an unknown rule; on a GPU, what `supports` says no to, stochastic rounding
+            along another dimension than the last: names the way out.
     """
-    if not isinstance(x, Tensor):
-        raise DTypeError(f"quantize: x is {type(x).__name__}: it must be a tensor")
-    if not isinstance(format, BlockFormat):
-        raise DTypeError(f"quantize: format is {type(format).__name__}: it must be a BlockFormat")
-    torch_op.check_dtype("quantize", "x", x.dtype)
-    if not -x.dim() <= dim < x.dim():
-        raise ShapeError(f"quantize: dim is {dim}: x has {x.dim()} dimensions")
-    dim -= x.dim() if dim >= 0 else 0
-    sizes.check("quantize: x", x.shape, format, dim)
-    scales.check_rule(format, scale_rounding)
+    dim = _checked("quantize", x, format, dim, scale_rounding)
     _check_rounding(element_rounding, seed)
-    tensor_scale = _tensor_scale(x, format, per_tensor_scale)
+    tensor_scale = _tensor_scale("quantize", x, format, per_tensor_scale)
     values, found = operators.quantize(
         x, format, dim, scale_rounding, element_rounding, seed, tensor_scale
     )
     return BlockScaledTensor(values, found, format, dim, tensor_scale, x.dtype)
+
+
+def quantize_both(
+    x: Tensor,
+    format: BlockFormat,
+    *,
+    scale_rounding: str = "rceil",
+    per_tensor_scale: float | Tensor | None = None,
+) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """``x`` quantised along its last dimension and along the one before it: two calls of `quantize`.
+
+    On a GPU one kernel makes both from one read of ``x``, where elements have 8 bits and blocks of
+    one row 16 to 128 columns, or are of 128x128.
+
+    Args:
+        x: (..., M, N): float32, bfloat16 or float16. M and N are multiples of the block.
+        format, scale_rounding, per_tensor_scale: as of `quantize`.
+
+    Returns:
+        (rowwise, columnwise) of the shape of ``x``, with ``dim`` -1 and -2. The columns of the second
+        one are contiguous: its ``mT`` is the transposed tensor in row-major order.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, UnsupportedError: as of `quantize`.
+    """
+    name = "quantize_both"
+    _checked(name, x, format, -1, scale_rounding)
+    if x.dim() < 2:
+        raise ShapeError(f"{name}: x has {x.dim()} dimension: it must have 2 or more")
+    sizes.check(f"{name}: x", x.shape, format, -2)
+    tensor_scale = _tensor_scale(name, x, format, per_tensor_scale)
+    parts = operators.quantize_both(x, format, scale_rounding, tensor_scale)
+    rows = BlockScaledTensor(*parts[:2], format, -1, tensor_scale, x.dtype)
+    return rows, BlockScaledTensor(*parts[2:], format, -2, tensor_scale, x.dtype)
 
 
 def dequantize(x: BlockScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -108,6 +133,21 @@ def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
     return op == "quantize" and is_built(format)  # of the other one there are no kernels yet
 
 
+def _checked(name: str, x: Tensor, format: BlockFormat, dim: int, scale_rounding: str) -> int:
+    """That x can be quantised so; its dimension counted from the end."""
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"{name}: x is {type(x).__name__}: it must be a tensor")
+    if not isinstance(format, BlockFormat):
+        raise DTypeError(f"{name}: format is {type(format).__name__}: it must be a BlockFormat")
+    torch_op.check_dtype(name, "x", x.dtype)
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(f"{name}: dim is {dim}: x has {x.dim()} dimensions")
+    dim -= x.dim() if dim >= 0 else 0
+    sizes.check(f"{name}: x", x.shape, format, dim)
+    scales.check_rule(format, scale_rounding)
+    return dim
+
+
 def _check_rounding(rounding: str, seed: int | None) -> None:
     """That a rounding of elements is known, and has a seed if and only if it is random."""
     if rounding not in reference.ROUNDINGS:
@@ -124,12 +164,14 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise UnsupportedError(f"quantize: seed is {seed}", "it must be 0 to 2**63 - 1")
 
 
-def _tensor_scale(x: Tensor, format: BlockFormat, given: float | Tensor | None) -> Tensor | None:
+def _tensor_scale(
+    name: str, x: Tensor, format: BlockFormat, given: float | Tensor | None
+) -> Tensor | None:
     """The per-tensor scale that is stored with the operand: absent means exactly 1."""
     if not format.per_tensor:
         if given is not None:
             raise UnsupportedError(
-                "quantize: per_tensor_scale was given",
+                f"{name}: per_tensor_scale was given",
                 f"{format.name} has none",
                 "divide x by it, or use a format that has one",
             )
@@ -137,14 +179,14 @@ def _tensor_scale(x: Tensor, format: BlockFormat, given: float | Tensor | None) 
     if isinstance(given, Tensor):
         if given.numel() != 1:
             raise ShapeError(
-                f"quantize: per_tensor_scale has the shape {tuple(given.shape)}: it must be ()"
+                f"{name}: per_tensor_scale has the shape {tuple(given.shape)}: it must be ()"
             )
         given = given.detach().reshape(())
-        check_tensor_scale("quantize: per_tensor_scale", given, x.device)
+        check_tensor_scale(f"{name}: per_tensor_scale", given, x.device)
         return given
     number = 1.0 if given is None else float(given)
     if not 0 < number < math.inf:
         raise UnsupportedError(
-            f"quantize: per_tensor_scale is {number}", "it must be a positive number, and no Inf"
+            f"{name}: per_tensor_scale is {number}", "it must be a positive number, and no Inf"
         )
     return x.new_full((), number, dtype=torch.float32)

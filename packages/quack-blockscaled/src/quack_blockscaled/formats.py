@@ -4,6 +4,7 @@ Source: OCP Microscaling Formats (MX) v1.0 for the MX formats and their elements
 ue4m3 scales of 16 elements; fp8 in blocks of 128 as in the report on DeepSeek-V3.
 """
 
+import struct
 from dataclasses import dataclass
 
 from quack_core.errors import DTypeError, ShapeError
@@ -242,3 +243,9 @@ FORMATS = {
     )
 }
 """The formats above by name."""
+
+
+def float_bits(value: float) -> int:
+    """The bits of a number in float32, rounded to it."""
+    found: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return found

@@ -37,6 +37,17 @@ def quantize(
     return found
 
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def quantize_both(
+    x: Tensor, format: BlockFormat, scale_rounding: str, tensor_scale: Tensor | None
+) -> Parts:
+    """Values and scales along the last dimension, then those along the one before it."""
+    found: Parts = quantize_both_fwd(x, tensor_scale, record.text(format), scale_rounding)
+    return found
+
+
 def dequantize(
     values: Tensor,
     scales: Tensor,
@@ -81,7 +92,7 @@ def _quantize_cuda(
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
     return launch.forward(
-        x, record.parse(format), dim, scale_rounding, element_rounding, tensor_scale
+        x, record.parse(format), dim, scale_rounding, element_rounding, seed, tensor_scale
     )
 
 
@@ -95,6 +106,20 @@ def _quantize_fake(
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
     return launch.empty(x, record.parse(format), dim)
+
+
+def _both_cpu(x: Tensor, tensor_scale: Tensor | None, format: str, scale_rounding: str) -> Parts:
+    how = (scale_rounding, "nearest-even", None)
+    rows = _quantize_cpu(x, tensor_scale, format, -1, *how)
+    return *rows, *_quantize_cpu(x, tensor_scale, format, -2, *how)
+
+
+def _both_cuda(x: Tensor, tensor_scale: Tensor | None, format: str, scale_rounding: str) -> Parts:
+    return launch.both(x, record.parse(format), scale_rounding, tensor_scale)
+
+
+def _both_fake(x: Tensor, tensor_scale: Tensor | None, format: str, scale_rounding: str) -> Parts:
+    return *launch.empty(x, record.parse(format), -1), *launch.empty(x, record.parse(format), -2)
 
 
 def _dequantize_cpu(
@@ -151,6 +176,16 @@ quantize_fwd = torch_op.register(
     cuda=_quantize_cuda,
     fake=_quantize_fake,
     backward=_no_gradient("quantize"),
+)
+
+quantize_both_fwd = torch_op.register(
+    _LIBRARY,
+    "quantize_both_fwd(Tensor x, Tensor? tensor_scale, str format, str scale_rounding) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_both_cpu,
+    cuda=_both_cuda,
+    fake=_both_fake,
+    backward=_no_gradient("quantize_both"),
 )
 
 dequantize_fwd = torch_op.register(
