@@ -209,8 +209,9 @@ def gemm_fp8(shapes: Iterable[Shape]) -> list[Case]:
 
 
 def gemm_fp8_block(shapes: Iterable[Shape]) -> list[Case]:
-    """8-bit operands in blocks: 1x128 of A along K, 128x128 of B."""
-    return [Case("gemm_fp8_block", "matmul_fwd", shape, "e4m3") for shape in shapes]
+    """8-bit operands in blocks: 1x128 of A along K, 128x128 of B, whose columns are padded to that."""
+    padded = [(m, -(-n // 128) * 128, k) for m, n, k in shapes]
+    return [Case("gemm_fp8_block", "matmul_fwd", shape, "e4m3") for shape in padded]
 
 
 def quant(shapes: Iterable[Shape]) -> list[Case]:

@@ -214,6 +214,12 @@ class BlockFormat:
         """Of a block, along the dimension that is quantised."""
         return self.block[1]
 
+    @property
+    def by_column(self) -> bool:
+        """Whether scales lie in memory with those of neighbouring rows beside each other, as products
+        read float32 scales of single rows; else as the blocks."""
+        return self.rows == 1 and self.scale == FLOAT32
+
     def packed(self, elements: int) -> int:
         """Bytes of so many elements, a multiple of those in a group."""
         per_group, size = self.element.group

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, ShapeError
 
-from .api import quantize
+from .api import quantize, quantize_both
 from .formats import FP8_BLOCK_1X128, FP8_BLOCK_128X128
 from .products import matmul
 from .tensor import BlockScaledTensor
@@ -54,14 +55,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
-        kept = _across(x) if keep else None
+        given, kept = _copies(x) if keep else (quantize(x, FP8_BLOCK_1X128), None)
         ctx.save_for_backward(
             weight if ctx.needs_input_grad[0] else None,
             None if kept is None else kept.values,
             None if kept is None else kept.scales,
         )
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        out = matmul(quantize(x, FP8_BLOCK_1X128), quantize(weight, FP8_BLOCK_128X128).mT)
+        out = matmul(given, quantize(weight, FP8_BLOCK_128X128).mT)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -70,26 +71,26 @@ class _Linear(torch.autograd.Function):
         weight, values, scales = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         dx = dweight = dbias = None
+        if values is None:
+            rowwise = quantize(dout, FP8_BLOCK_1X128)
+        else:
+            rowwise, turned = _copies(dout)
+            x = BlockScaledTensor(values, scales, FP8_BLOCK_1X128, -2, None, dout.dtype)
+            dweight = matmul(turned.mT, x, out_dtype=weight_dtype)
         if weight is not None:
-            turned = quantize(
-                weight, FP8_BLOCK_128X128
-            ).mT.contiguous()  # (K, N): along N in memory
-            dx = matmul(quantize(dout, FP8_BLOCK_1X128), turned.mT)
-        if values is not None:
-            x = BlockScaledTensor(values, scales, FP8_BLOCK_1X128, -1, None, dout.dtype)
-            dweight = matmul(_across(dout), x.mT, out_dtype=weight_dtype)
+            dx = matmul(rowwise, quantize(weight, FP8_BLOCK_128X128, dim=-2))
         if ctx.needs_input_grad[2]:
             dbias = dout.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dweight, dbias, None
 
 
-def _across(x: Tensor) -> BlockScaledTensor:
-    """xᵀ in blocks along the rows of x, which zeros fill up to a multiple of 128."""
-    rows, cols = x.shape
-    turned = x.new_empty(cols, -(-rows // BLOCK) * BLOCK)
-    turned[:, :rows].copy_(x.mT)
-    turned[:, rows:].zero_()
-    return quantize(turned, FP8_BLOCK_1X128)
+def _copies(x: Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """x in blocks along its last dimension; and along its rows, which zeros fill up to a multiple of
+    128."""
+    rows = x.shape[0]
+    whole = F.pad(x, (0, 0, 0, -rows % BLOCK))
+    rowwise, columnwise = quantize_both(whole, FP8_BLOCK_1X128)
+    return rowwise[:rows], columnwise
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -70,15 +70,18 @@ def _quantize_cpu(
     element_rounding: str,
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
+    known = record.parse(format)
     values, scales, _ = reference.quantize(
         x,
-        record.parse(format),
+        known,
         dim=dim,
         scale_rounding=scale_rounding,
         element_rounding=element_rounding,
         seed=seed,
         per_tensor_scale=tensor_scale,
     )
+    if known.by_column:
+        scales = launch.empty_scales(x, known, dim).copy_(scales)
     return values, scales
 
 

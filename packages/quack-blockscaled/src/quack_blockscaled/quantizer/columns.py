@@ -199,7 +199,7 @@ class QuantizeColumns:
                 words[row, block * each] = inverse.bitcast(Int32)
                 col = block * self.block
                 if tile.has(row, col):
-                    scales[tile.offset(row, col) // self.block] = scale
+                    convert.store_scale(scales, tile.offset(row, col) // self.block, scale)
 
     @cute.jit
     def _tile_scale(

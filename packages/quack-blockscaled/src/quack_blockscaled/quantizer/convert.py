@@ -3,11 +3,21 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, Uint8
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Float16,
+    Float32,
+    Int16,
+    Int32,
+    Int64,
+    Uint8,
+    const_expr,
+)
 
 from quack_core.device import copy, reduce
 from quack_core.jit.compile import symbolic
-from quack_core.jit.dsl import make_fake_compact_tensor, sym_int64
+from quack_core.jit.dsl import make_fake_compact_tensor, sym_int, sym_int64
 
 from ..formats import E2M1, E8M0, FLOAT32, SMALLEST_FLOAT32, ElementFormat
 from . import bits
@@ -193,18 +203,30 @@ def words(values: cute.Tensor, at: Int64, size: int) -> cute.Tensor:
 
 def arguments(spec: QuantizeSpec) -> tuple[Any, ...]:
     """Symbolic x, values (uint8), scales (uint8 or float32) and the scale of the tensor: contiguous,
-    of one dimension; columns and the seed."""
+    of one dimension, but scales of a format that has them by column; columns and the seed."""
     count = sym_int64(divisibility=spec.format.cols)
     x = symbolic(spec.x, (count,), align=ALIGN, contiguous=True)
     packed = sym_int64(divisibility=spec.format.packed(spec.format.cols))
     if spec.format.element.bits == 8:
         packed = count
     scales = _bytes(sym_int64(), 1)
-    if spec.format.scale == FLOAT32:
+    if spec.format.by_column:
+        scales = symbolic("float32", (sym_int(), sym_int()), align=4)
+    elif spec.format.scale == FLOAT32:
         scales = symbolic("float32", (sym_int64(),), align=4, contiguous=True)
     per_tensor = "float32" if spec.format.per_tensor else None
     tensor_scale = symbolic(per_tensor, (1,), align=4, contiguous=True)
     return x, _bytes(packed, ALIGN), scales, tensor_scale, Int32(0), Int64(0)
+
+
+@cute.jit
+def store_scale(scales: cute.Tensor, block: Int64, value: Any) -> None:
+    """The scale of a block, by its number: (blocks,) or (blocks of a row, rows)."""
+    if const_expr(cute.rank(scales) == 1):
+        scales[block] = value
+    else:
+        number, of_row = Int32(block), scales.shape[0]  # scales are fewer than 2^31
+        scales[Int64(number % of_row), number // of_row] = value
 
 
 def _bytes(count: Any, align: int) -> Any:

@@ -73,19 +73,29 @@ def both(
 
 
 def empty(x: Tensor, format: BlockFormat, dim: int) -> Pair:
-    """Values and scales of a tensor like x, to be written: in memory with ``dim`` last."""
-    parts = (
-        (sizes.values_shape(x.shape, format, dim), format.element.dtype),
-        (sizes.scales_shape(x.shape, format, dim), format.scale.dtype),
-    )
-    values, scales = (_turned(x, shape, getattr(torch, name), dim) for shape, name in parts)
-    return values, scales
+    """Values and scales of a tensor like x, to be written: values in memory with ``dim`` last, scales
+    as of `empty_scales`."""
+    shape = _turned(sizes.values_shape(x.shape, format, dim), dim)
+    values = x.new_empty(shape, dtype=getattr(torch, format.element.dtype)).transpose(dim, -1)
+    return values, empty_scales(x, format, dim)
 
 
-def _turned(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> Tensor:
-    turned = list(shape)
-    turned[dim], turned[-1] = turned[-1], turned[dim]
-    return x.new_empty(turned, dtype=dtype).transpose(dim, -1)
+def empty_scales(x: Tensor, format: BlockFormat, dim: int) -> Tensor:
+    """Scales of a tensor like x: in memory with ``dim`` last, or first where a format has them
+    ``by_column``; then columns begin at multiples of 16 bytes."""
+    shape = _turned(sizes.scales_shape(x.shape, format, dim), dim)
+    dtype = getattr(torch, format.scale.dtype)
+    if not format.by_column:
+        return x.new_empty(shape, dtype=dtype).transpose(dim, -1)
+    rows, per_access = math.prod(shape[:-1]), ALIGN // dtype.itemsize
+    columns = x.new_empty(shape[-1], -(-rows // per_access) * per_access, dtype=dtype)
+    return columns[:, :rows].mT.view(shape).transpose(dim, -1)
+
+
+def _turned(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    found = list(shape)
+    found[dim], found[-1] = found[-1], found[dim]
+    return tuple(found)
 
 
 def _rows(
@@ -98,7 +108,8 @@ def _rows(
     whole = None if tensor_scale is None else tensor_scale.reshape(1)
     columns = min(x.shape[-1], 2**31 - 1)  # more are in one row, where they do not matter
     run = _kernel(spec, x.get_device())
-    run(x.flatten(), *_flat(stored), whole, columns, 0 if seed is None else seed)
+    flat = _flat(stored, spec.format)
+    run(x.flatten(), *flat, whole, columns, 0 if seed is None else seed)
 
 
 def _matrices(spec: QuantizeSpec, x: Tensor, rows: Pair | None, columns: Pair) -> None:
@@ -108,7 +119,8 @@ def _matrices(spec: QuantizeSpec, x: Tensor, rows: Pair | None, columns: Pair) -
     x = _readable(x)
     *batch, m, n = x.shape
     run = _kernel(spec, x.get_device())
-    run(x.flatten(), None if rows is None else _flat(rows), _flat(columns), math.prod(batch), m, n)
+    copies = [None if pair is None else _flat(pair, spec.format) for pair in (rows, columns)]
+    run(x.flatten(), *copies, math.prod(batch), m, n)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -117,11 +129,15 @@ def _readable(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGN else x
 
 
-def _flat(stored: Pair) -> Pair:
-    """Values and scales as kernels take them: bytes, or float32, of one dimension."""
-    values, scales = (part.view(-1) for part in stored)
-    scales = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
-    return values.view(torch.uint8), scales
+def _flat(stored: Pair, format: BlockFormat) -> Pair:
+    """Values and scales as kernels take them: bytes of one dimension; scales likewise, or float32, or
+    (blocks of a row, rows)."""
+    values, scales = stored
+    codes = values.view(-1).view(torch.uint8)
+    if format.by_column:
+        return codes, scales.view(-1, scales.shape[-1]).mT
+    scales = scales.view(-1)
+    return codes, scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 
 def _name(x: Tensor) -> str:

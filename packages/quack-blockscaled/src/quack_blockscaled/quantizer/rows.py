@@ -30,7 +30,7 @@ class QuantizeRows:
         self,
         x: cute.Tensor,  # (elements,)
         values: cute.Tensor,  # uint8 (bytes,)
-        scales: cute.Tensor,  # uint8 or float32 (blocks,)
+        scales: cute.Tensor,  # uint8 or float32 (blocks,), or float32 (blocks of a row, rows)
         tensor_scale: cute.Tensor | None,  # float32 (1,)
         n: Int32,  # columns, which do not matter here
         seed: Int64,
@@ -38,7 +38,7 @@ class QuantizeRows:
     ):
         # From the blocks: a size has 32 bits here, which elements may exceed.
         tile = self.config.threads * self.config.unroll
-        ctas = Int32((Int64(scales.shape[0]) * self.lanes + (tile - 1)) // tile)
+        ctas = Int32((Int64(cute.size(scales)) * self.lanes + (tile - 1)) // tile)
         self.kernel(x, values, scales, tensor_scale, seed).launch(
             grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], stream=stream
         )
@@ -57,7 +57,7 @@ class QuantizeRows:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         first = Int64(block) * (threads * unroll) + tid  # vectors
-        count = Int64(scales.shape[0]) * self.lanes
+        count = Int64(cute.size(scales)) * self.lanes
         shared = self._allocate()
 
         # --- load
@@ -78,7 +78,7 @@ class QuantizeRows:
             codes = convert.codes(self.spec, self.config.native, numbers, inverse, bits)
             self._store(convert.registers(codes), values, at, count, shared, tid)
             if (at < count) & (at % self.lanes == 0):
-                scales[at // self.lanes] = scale
+                convert.store_scale(scales, at // self.lanes, scale)
 
     def _noise(self, at: Int64, seed: Int64, amax: Int32) -> list[Int32] | None:
         """Of a vector, if elements are rounded stochastically."""
