@@ -57,7 +57,7 @@ class PartSums:
         operands: tuple | None,  # of the epilogue's ops, in order
         stream: cuda.CUstream,
     ):
-        outs = tuple(self._matrices(out) for out in outputs)
+        outs = tuple(self.matrices(out) for out in outputs)
         rows, cols, batches = outs[0].shape
         cols = cols * 2 if const_expr(self.spec.gated) else cols
         cols = cols // 2 if const_expr(self.spec.doubled) else cols  # of the product
@@ -65,16 +65,16 @@ class PartSums:
         total = rows * across * batches
         divisor = cute.fast_divmod_create_divisor_v2
         self.kernel(
-            self._matrices(parts),
+            self.matrices(parts),
             outs,
-            self._given(operands),
+            self.given(operands),
             (divisor(rows * across), divisor(across)),
             (total, cols, parts.shape[0] // batches),
         ).launch(
             grid=[cute.ceil_div(total, self.lanes), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
-    def _matrices(self, tensor: cute.Tensor) -> cute.Tensor:
+    def matrices(self, tensor: cute.Tensor) -> cute.Tensor:
         """(rows, columns, L), columns side by side in D's memory."""
         if cute.rank(tensor) == 2:
             found = views.expand(tensor, 2, 1)
@@ -82,10 +82,10 @@ class PartSums:
             found = views.permute(tensor, 1, 2, 0)
         return views.transpose(found) if self.turned else found
 
-    def _given(self, operands: tuple | None) -> tuple:
+    def given(self, operands: tuple | None) -> tuple:
         """Operands of the ops, those of D's shape like D."""
         return tuple(
-            self._matrices(tensor) if one.kind in (Kind.TILE, Kind.PAIRS) else tensor
+            self.matrices(tensor) if one.kind in (Kind.TILE, Kind.PAIRS) else tensor
             for one, tensor in zip(self.operands, operands or (), strict=True)
         )
 
@@ -108,16 +108,16 @@ class PartSums:
             each = cute.ceil_div(count, self.config.slices)
             first = cutlass.min(which * each, count)
             last = cutlass.min(first + each, count)
-        runs = self._runs(unit, cols, self.spec.gated)
-        sums = self._add(parts, row, runs, matrix * count + first, matrix * count + last)
+        runs = self.runs(unit, cols, self.spec.gated)
+        sums = self.add(parts, row, runs, matrix * count + first, matrix * count + last)
         if const_expr(self.config.slices > 1):
             self._add_slices(sums, lane, which)
 
         # --- the epilogue
         if is_mine and which == 0:
-            self._finish(sums, outs, operands, row, unit, cols, matrix)
+            self.finish(sums, outs, operands, row, unit, cols, matrix)
 
-    def _runs(self, unit: Int32, width: Int32, paired: bool) -> list[Run]:
+    def runs(self, unit: Int32, width: Int32, paired: bool) -> list[Run]:
         """Where a thread's values are in a row.
 
         Args:
@@ -133,7 +133,7 @@ class PartSums:
         return [(unit * 2 * BLOCK_SUMS, in_turn)]
 
     @cute.jit
-    def _add(self, parts, row: Int32, runs, first: Int32, last: Int32) -> cute.Tensor:
+    def add(self, parts, row: Int32, runs, first: Int32, last: Int32) -> cute.Tensor:
         """The thread's sums over matrices ``first`` to ``last`` of (rows, columns, matrices)."""
         sums = cute.make_rmem_tensor(self.sums, Float32)
         held = cute.make_rmem_tensor((self.sums, LOADS), Float32)
@@ -174,13 +174,13 @@ class PartSums:
                     sums[i] = sums[i] + vector[i]
 
     @cute.jit
-    def _finish(self, sums, outs, operands, row: Int32, unit: Int32, cols: Int32, matrix: Int32):
+    def finish(self, sums, outs, operands, row: Int32, unit: Int32, cols: Int32, matrix: Int32):
         """Apply the epilogue and store."""
         given = [
             self._operand(i, operands[i], row, unit, cols, matrix)
             for i in range(len(self.operands))
         ]
-        places = [i for _, run in self._runs(unit, cols, self.spec.gated) for i in run]
+        places = [i for _, run in self.runs(unit, cols, self.spec.gated) for i in run]
         for which, values in visit.outputs(
             self.spec.epilogue,
             [sums[places.index(i)] for i in range(self.sums)],
@@ -188,7 +188,7 @@ class PartSums:
         ):
             out = outs[which]
             paired = const_expr(self.spec.paired[which])
-            for start, places in self._runs(unit, out.shape[1], paired):
+            for start, places in self.runs(unit, out.shape[1], paired):
                 _store(out, [values[i] for i in places], row, start, matrix)
 
     def _operand(self, i: int, tensor, row: Int32, unit: Int32, cols: Int32, matrix: Int32) -> Any:
@@ -203,11 +203,11 @@ class PartSums:
             vector = tensor if cute.rank(tensor) == 1 else tensor[Int64(matrix), None]
             if kind == Kind.COLUMN:
                 return Float32(vector[row])
-            return _read(vector, self._runs(unit, cols, self.spec.gated), cols)
+            return _read(vector, self.runs(unit, cols, self.spec.gated), cols)
         here = tensor[Int64(row), None, Int64(matrix)]
         if kind == Kind.TILE:
-            return _read(here, self._runs(unit, cols, False), cols)
-        found = _read(here, self._runs(unit, 2 * cols, True), 2 * cols)
+            return _read(here, self.runs(unit, cols, False), cols)
+        found = _read(here, self.runs(unit, 2 * cols, True), 2 * cols)
         return list(zip(found[:BLOCK_SUMS], found[BLOCK_SUMS:], strict=True))
 
 
