@@ -28,7 +28,7 @@ from quack_core.gemm.epilogue import (
 )
 from quack_core.gemm.sm90.ring import Cluster
 from quack_core.testing import fake_cuda
-from quack_gemm import heuristic, launch, repeat
+from quack_gemm import autograd, heuristic, launch, repeat
 from quack_gemm.api import gemm
 from quack_gemm.config import GemmConfig, SplitK, SumConfig
 from quack_gemm.heuristic import Problem
@@ -141,6 +141,13 @@ def test_epilogues_do_not_limit_the_tiles_of_parts() -> None:
     assert config.product(gated) == GemmSpec(B, B, F)
     with pytest.raises(ValueError, match="no swap"):
         GemmConfig(128, 48, 1, swap=True).check(gated)
+
+
+@pytest.mark.parametrize("config", [apart(48), added(3)], ids=["separate", "parallel"])
+def test_modes_pass_through_the_dispatcher(config: GemmConfig) -> None:
+    text = autograd.arguments(t(8, 64), t(64, 8), [], [BF16], False, config)[-1]
+    again = autograd.config_of(text)
+    assert again == config and hash(again) == hash(config)
 
 
 # --- which part a CTA has

@@ -153,7 +153,7 @@ def candidates(spec: GemmSpec) -> tuple[GemmConfig, ...]:
 def separate(problem: Problem) -> tuple[GemmConfig, ...]:
     """Configurations with parts of K in memory, whose tiles are so few that all run at a time."""
     found = []
-    for config in _tiles_apart(problem.spec):
+    for config in tiles_apart(problem.spec):
         across, down = _clusters(problem, config)
         room = _resident(problem, config) // (across * down * problem.batches)
         most = min(room, math.ceil(problem.k / config.tile_k(problem.spec)))
@@ -163,7 +163,8 @@ def separate(problem: Problem) -> tuple[GemmConfig, ...]:
 
 
 @functools.cache
-def _tiles_apart(spec: GemmSpec) -> tuple[GemmConfig, ...]:
+def tiles_apart(spec: GemmSpec) -> tuple[GemmConfig, ...]:
+    """Those of `separate`, with two parts each."""
     tiles = [(m, n, 1, 1, False) for m in (64, 128) for n in (64, 128, 256)]
     tiles += [(128, 256, 2, 1, False), (256, 128, 1, 1, False)]
     tiles += [(128, n, 1, 1, True) for n in (16, 32, 64, 128)]
