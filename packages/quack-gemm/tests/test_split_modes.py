@@ -267,6 +267,23 @@ def test_parts_go_through_memory_of_the_launch(launched: Launched, turned: bool)
     assert len(memory) == 2  # both are alive here
 
 
+def test_clusters_are_counted_for_the_kernel_of_the_product(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its D is float32, and has no epilogue beside it."""
+    asked: list[tuple[Any, ...]] = []
+
+    def resident(*given: Any) -> int:
+        asked.append(given[1:])
+        return 132
+
+    monkeypatch.setattr(launch.occupancy, "resident_clusters", resident)
+    config = apart(4)
+    gemm(t(72, 512), t(136, 512).mT, c=t(72, 136), bias=t(136), config=config)
+    (_, spec, _), _ = launched[0]
+    assert asked == [(1, config.num_threads, config.smem_bytes(spec))]
+
+
 def test_batches_have_parts_each(launched: Launched) -> None:
     gemm(t(3, 72, 512), t(136, 512).mT, config=apart(4))
     (_, (_, _, (parts,), *_)), _ = launched

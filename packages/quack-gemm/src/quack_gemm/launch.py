@@ -221,7 +221,7 @@ def _prepare(
     problem, chosen = plan(a, b, outputs[0], steps, concat, config, target, sms)
     spec, batches = problem.spec, problem.batches
     resident = occupancy.resident_clusters(
-        device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
+        device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(chosen.product(spec))
     )
     with torch_workspace.relaxed_capture():
         kernel, *behind = [_kernel(one) for one in kernels(spec, chosen, target)]
