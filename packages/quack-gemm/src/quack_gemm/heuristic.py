@@ -165,11 +165,12 @@ def separate(problem: Problem) -> tuple[GemmConfig, ...]:
 @functools.cache
 def tiles_apart(spec: GemmSpec) -> tuple[GemmConfig, ...]:
     """Those of `separate`, with two parts each."""
-    tiles = [(m, n, 1, 1, False) for m in (64, 128) for n in (64, 128, 256)]
-    tiles += [(128, 256, 2, 1, False), (256, 128, 1, 1, False)]
-    tiles += [(128, n, 1, 1, True) for n in (16, 32, 64, 128)]
+    tiles = [(m, n, 1, False) for m in (64, 128) for n in (64, 128, 256)]
+    tiles += [(128, 256, 2, False), (256, 128, 1, False)]
+    tiles += [(128, n, 1, True) for n in (16, 32, 64, 128)]  # rows of a as columns
     found = [
-        GemmConfig(*tile, swap=swap, split_k=2, split_mode=SplitK.SEPARATE) for *tile, swap in tiles
+        GemmConfig(m, n, cluster_m, swap=swap, split_k=2, split_mode=SplitK.SEPARATE)
+        for m, n, cluster_m, swap in tiles
     ]
     return tuple(sorted([config for config in found if _fits(config, spec)], key=repr))
 

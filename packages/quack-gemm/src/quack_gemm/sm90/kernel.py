@@ -256,9 +256,9 @@ class GemmSm90:
     def _locate(self, tile_order, work: Int32, at: Cluster, sizes: Sizes):
         """This CTA's tile; first step along K, and how many."""
         config, first, count = self.config, Int32(0), sizes.steps
-        row, col, matrix = order.locate(tile_order, work, config.group)
         if const_expr(config.peers > 1):
             first, count = split.part(at.part, config.peers, sizes.steps)
+        row, col, matrix = order.locate(tile_order, work, config.group)
         if const_expr(config.ranges > 1):
             first, count = split.part(matrix % config.ranges, config.ranges, sizes.steps)
         if const_expr(config.split_mode == SplitK.PARALLEL):
