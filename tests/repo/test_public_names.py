@@ -38,6 +38,7 @@ def test_gemm_exports_exactly_the_promised_names(fresh_python):
         "MLP",
         "GemmConfig",
         "Linear",
+        "SplitK",
         "__version__",
         "gemm",
         "gemm_act",

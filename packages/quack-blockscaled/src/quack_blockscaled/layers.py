@@ -70,14 +70,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         weight, values, scales = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        dx = dweight = dbias = None
-        if values is None:
-            rowwise = quantize(dout, FP8_BLOCK_1X128)
-        else:
+        dx = dweight = dbias = rowwise = None
+        if values is not None:
             rowwise, turned = _copies(dout)
             x = BlockScaledTensor(values, scales, FP8_BLOCK_1X128, -2, None, dout.dtype)
             dweight = matmul(turned.mT, x, out_dtype=weight_dtype)
         if weight is not None:
+            rowwise = quantize(dout, FP8_BLOCK_1X128) if rowwise is None else rowwise
             dx = matmul(rowwise, quantize(weight, FP8_BLOCK_128X128, dim=-2))
         if ctx.needs_input_grad[2]:
             dbias = dout.sum(0, dtype=torch.float32).to(bias_dtype)

@@ -9,8 +9,9 @@ from cutlass import Float32, Int32, const_expr
 
 from quack_core.device import barrier
 from quack_core.gemm import epilogue as epi
+from quack_core.gemm import visit
 from quack_core.gemm.epilogue import Kind
-from quack_core.gemm.sm90 import fragment, rows, store, visit
+from quack_core.gemm.sm90 import fragment, rows, store
 from quack_core.reduction.tiling import WARP
 
 from ..config import ATOM_M, WARPGROUP, GemmConfig
@@ -151,7 +152,7 @@ class TileEpilogue:
         so_far = [rows.neutral(name) for name in names]
         for p in cutlass.range_constexpr(self.pieces):
             atom, inside = const_expr(p // per_atom), p % per_atom
-            if const_expr(config.split_k > 1):
+            if const_expr(config.peers > 1):
                 inside = share * self.pieces + p
             first = (
                 self.first_row(tile, atom, who),

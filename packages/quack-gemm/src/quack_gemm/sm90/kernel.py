@@ -17,11 +17,11 @@ from quack_core.gemm.sm90.ring import Cluster
 from quack_core.gemm.sm90.store import Form
 from quack_core.reduction.tiling import WARP
 
-from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
+from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig, SplitK
+from ..signature import arguments
 from ..spec import GemmSpec
 from . import views
 from .finish import Ends, Place, Sizes, TileEpilogue, Worker
-from .signature import arguments
 
 TURN = 4
 """First of the named barriers that say which of two warpgroups may multiply."""
@@ -37,6 +37,9 @@ class GemmSm90:
     warpgroup around each part that it stores; with ping-pong, one that says whose turn it is; with
     split-K, two mbarriers per warpgroup for sums that are exchanged.
     Traffic: A once for each column of clusters, B once for each row of them; less what L2 keeps.
+
+    With parts of K that are tiles of their own, each of D's matrices is one of ``ranges`` in the order
+    of tiles: either D has a matrix for each, or what they store is added to it.
     """
 
     def __init__(self, spec: GemmSpec, config: GemmConfig):
@@ -54,7 +57,7 @@ class GemmSm90:
         self,
         a: cute.Tensor,  # (M, K) or (L, M, K)
         b: cute.Tensor,  # (K, N) or (L, K, N)
-        outputs: tuple,  # D, then copies: (M, N) or (L, M, N)
+        outputs: tuple,  # D, then copies: (M, N) or (L, M, N); of parts (L * parts, M, N), padded
         operands: tuple | None,  # of the epilogue's ops, in order
         reduced: tuple | None,  # of rows: (M, tiles) or (L, M, tiles), float32
         max_clusters: Int32,  # that the GPU holds at once
@@ -83,11 +86,14 @@ class GemmSm90:
             store.smem_layout(self.out_dtypes[i], self.majors[i], self._piece(i)[1], buffers)
             for i in range(len(outs))
         ]
-        stores = [tma.store_atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
+        adds = const_expr(config.split_mode == SplitK.PARALLEL)
+        atom = tma.add_atom if adds else tma.store_atom
+        stores = [atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
 
         down = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
         across = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        tile_order = order.make(down, across, rows_cols[2], config.group)
+        products = rows_cols[2] * (config.ranges if adds else 1)
+        tile_order = order.make(down, across, products, config.group)
         clusters = cutlass.min(tile_order.total, max_clusters)
         self.kernel(
             mma,
@@ -100,9 +106,9 @@ class GemmSm90:
             tile_order,
             reduced,
         ).launch(
-            grid=[config.cluster_m, config.cluster_n, clusters * config.split_k],
+            grid=[config.cluster_m, config.cluster_n, clusters * config.peers],
             block=[config.num_threads, 1, 1],
-            cluster=[config.cluster_m, config.cluster_n, config.split_k],
+            cluster=[config.cluster_m, config.cluster_n, config.peers],
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=config.prefetch,
@@ -163,8 +169,8 @@ class GemmSm90:
         group = cute.arch.make_warp_uniform(tid // WARPGROUP)
         warp_idx = cute.arch.make_warp_uniform(tid // WARP)
         row, col, z = (cute.arch.make_warp_uniform(i) for i in cute.arch.block_idx())
-        at = Cluster(row, col, z % config.split_k)
-        work, clusters = z // config.split_k, cute.arch.grid_dim()[2] // config.split_k
+        at = Cluster(row, col, z % config.peers)
+        work, clusters = z // config.peers, cute.arch.grid_dim()[2] // config.peers
 
         # --- shared memory
         smem = cutlass.memory.SmemAllocator()
@@ -173,14 +179,14 @@ class GemmSm90:
         sB = self._stages(smem, self.b_dtype, load_b[2])
         sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
         shared_rows, inbox = self._rows(smem), None
-        if const_expr(config.split_k > 1):
-            sizes_of_inbox = (config.accumulators, config.split_k, self.shares, config.groups)
+        if const_expr(config.peers > 1):
+            sizes_of_inbox = (config.accumulators, config.peers, self.shares, config.groups)
             inbox = split.allocate(smem, *sizes_of_inbox)
 
         # --- barriers
         sharers = const_expr(config.cluster_m + config.cluster_n - 1)
         ring.init(barriers, self.stages, sharers, 4 * config.sharing, tid)
-        if const_expr(config.split_k > 1):
+        if const_expr(config.peers > 1):
             split.init(inbox, self.shares, config.groups, tid)
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], *(s[0] for s in stores)))
@@ -208,20 +214,8 @@ class GemmSm90:
             ]
             ends = Ends(operands, shared_rows, outs, reduced)
             who = Worker(group - 1, tid % WARPGROUP)
-            self._compute(
-                mma,
-                sA,
-                sB,
-                ends,
-                barriers,
-                sizes,
-                tile_order,
-                inbox,
-                at,
-                work,
-                clusters,
-                who,
-            )
+            walk = (sizes, tile_order, inbox, at, work, clusters)
+            self._compute(mma, sA, sB, ends, barriers, *walk, who)
 
     def _stages(self, smem, dtype, layout):
         """Room for stages of a swizzled layout."""
@@ -255,16 +249,20 @@ class GemmSm90:
         tile = (rows, self.tile_k)
         if self.shape[mode] == 1:
             return tma.bind(load[0], load[1], shared, tile)
-        cluster = cute.make_layout((*self.shape, self.config.split_k))
+        cluster = cute.make_layout((*self.shape, self.config.peers))
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, tuple(at), mode)
 
     @cute.jit
     def _locate(self, tile_order, work: Int32, at: Cluster, sizes: Sizes):
         """This CTA's tile; first step along K, and how many."""
-        first, count = Int32(0), sizes.steps
-        if const_expr(self.config.split_k > 1):
-            first, count = split.part(at.part, self.config.split_k, sizes.steps)
-        row, col, matrix = order.locate(tile_order, work, self.config.group)
+        config, first, count = self.config, Int32(0), sizes.steps
+        if const_expr(config.peers > 1):
+            first, count = split.part(at.part, config.peers, sizes.steps)
+        row, col, matrix = order.locate(tile_order, work, config.group)
+        if const_expr(config.ranges > 1):
+            first, count = split.part(matrix % config.ranges, config.ranges, sizes.steps)
+        if const_expr(config.split_mode == SplitK.PARALLEL):
+            matrix = matrix // config.ranges
         row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
         return Place(row, col, matrix), first, count
 
@@ -299,6 +297,8 @@ class GemmSm90:
 
     def _matrices_of(self, matrix: Int32) -> tuple[Int32, Int32]:
         """Which matrix of each operand belongs to one of D's."""
+        if self.config.split_mode == SplitK.SEPARATE:
+            matrix = matrix // self.config.ranges
         batched = (self.spec.a_batched, self.spec.b_batched)
         first, second = reversed(batched) if self.config.swap else batched
         return matrix if first else Int32(0), matrix if second else Int32(0)
@@ -370,9 +370,9 @@ class GemmSm90:
                 phase = ring.multiply(mma, sums, rA, rB, *walk)
             if const_expr(config.pingpong):
                 phase = ring.skip(phase, count, self.stages)
-            if const_expr(config.split_k > 1):
+            if const_expr(config.peers > 1):
                 share = split.exchange(
-                    sums, inbox, self._exchange(at, who), config.split_k, self.shares, done
+                    sums, inbox, self._exchange(at, who), config.peers, self.shares, done
                 )
                 if at.part < self.shares:
                     self.epilogue.finish(share, ends, held, tile, sizes, who, done, at.part)
@@ -383,7 +383,7 @@ class GemmSm90:
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
             if who.group == tiles % 2:
                 barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
-        if const_expr(config.split_k > 1):
+        if const_expr(config.peers > 1):
             split.drain(inbox, who.group, done)
         if who.thread < WARP:
             tma.bulk_wait_read(0)
