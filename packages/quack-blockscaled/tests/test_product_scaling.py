@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from quack_blockscaled.product import scaling
-from quack_blockscaled.product.spec import ATOM_M, PARTS, TILE_M, MatmulConfig, MatmulSpec
+from quack_blockscaled.product.spec import ATOM_M, TILE_M, MatmulConfig, MatmulSpec
 from quack_core.gemm.sm90 import fragment
 
 STAGES, STAGE = 3, 1
@@ -18,16 +18,16 @@ def factors(
     a: cute.Tensor,
     b: cute.Tensor,
     out: cute.Tensor,
-    of_rows: cutlass.Constexpr[bool],
+    spec: cutlass.Constexpr[MatmulSpec],
     config: cutlass.Constexpr[MatmulConfig],
 ):
     held = scaling.Scales(a, b)
     for group in range(2):
         for thread in range(128):
             first = group * ATOM_M + fragment.first_row(thread)
-            of_stage = scaling.of_columns if of_rows else scaling.of_blocks
-            of_part = of_stage(held, thread, first, config, Int32(STAGE))
-            for part in cutlass.range_constexpr(PARTS):
+            of_stage = scaling.of_columns if spec.rows_b else scaling.of_blocks
+            of_part = of_stage(spec, config, held, thread, first, Int32(STAGE))
+            for part in cutlass.range_constexpr(spec.parts):
                 each = of_part(part)
                 for i in cutlass.range_constexpr(len(each)):
                     product = Float32(1.0)
@@ -45,7 +45,7 @@ def test_each_sum_meets_the_scales_of_its_row_and_column(tile_n: int, rows_b: bo
     a, b = (2.0 ** rng.integers(-9, 9, (STAGES, n)) for n in (TILE_M, count))
     out = np.zeros((2, 128, fragment.sums_of(tile_n)), np.float32)
     held = [from_dlpack(np.ascontiguousarray(each, np.float32).T) for each in (a, b)]
-    factors(*held, from_dlpack(out), rows_b, config)
+    factors(*held, from_dlpack(out), spec, config)
     for group in range(2):
         for thread in range(128):
             first_row = group * ATOM_M + thread // 32 * 16 + thread % 32 // 4

@@ -13,7 +13,7 @@ from quack_core.device import tma
 from quack_core.gemm.sm90 import fragment
 from quack_core.layout import views
 
-from .spec import BLOCK, PARTS, TILE_M, MatmulConfig, MatmulSpec
+from .spec import BLOCK, TILE_M, MatmulConfig, MatmulSpec
 
 
 class Scales(NamedTuple):
@@ -105,7 +105,12 @@ def copy(
 
 
 def of_blocks(
-    held: Scales, thread: Int32, first_row: Int32, config: MatmulConfig, stage: Int32
+    spec: MatmulSpec,
+    config: MatmulConfig,
+    held: Scales,
+    thread: Int32,
+    first_row: Int32,
+    stage: Int32,
 ) -> Callable[[int], list[tuple[Float32, ...]]]:
     """Of each sum, the product of both scales, where those of B are of 128 columns.
 
@@ -121,7 +126,7 @@ def of_blocks(
 
     def of_part(part: int) -> list[tuple[Float32, ...]]:
         found = []
-        for row, pair in _places(part, config):
+        for row, pair in _places(part, spec, config):
             col = pair // fragment.PAIR * fragment.BLOCK
             found.append((both[row][col // config.scale_cols],))
         return found
@@ -130,19 +135,24 @@ def of_blocks(
 
 
 def of_columns(
-    held: Scales, thread: Int32, first_row: Int32, config: MatmulConfig, stage: Int32
+    spec: MatmulSpec,
+    config: MatmulConfig,
+    held: Scales,
+    thread: Int32,
+    first_row: Int32,
+    stage: Int32,
 ) -> Callable[[int], list[tuple[Float32, ...]]]:
     """Of each sum, the scale of its column and that of its row, where those of B are of one column.
 
     Those of a part are read when the part before is done: registers do not hold all at once.
     """
     rows = _rows(held, first_row, stage)
-    width = config.tile_n // PARTS
+    width = config.tile_n // spec.parts
 
     def of_part(part: int) -> list[tuple[Float32, ...]]:
         first = part * width + fragment.first_col(thread)
         cols = fragment.read_row(held.b[None, stage], first, width)
-        each = _places(part, config)
+        each = _places(part, spec, config)
         return [(cols[pair - each[0][1]], rows[row]) for row, pair in each]
 
     return of_part
@@ -153,7 +163,7 @@ def _rows(held: Scales, first_row: Int32, stage: Int32) -> list[Float32]:
     return [held.a[first_row + i * fragment.ROW_STEP, stage] for i in range(fragment.ROWS)]
 
 
-def _places(part: int, config: MatmulConfig) -> list[tuple[int, int]]:
+def _places(part: int, spec: MatmulSpec, config: MatmulConfig) -> list[tuple[int, int]]:
     """Row and column, of the thread's own, of each of its sums of a part."""
-    size = fragment.sums_of(config.tile_n // PARTS)
+    size = fragment.sums_of(config.tile_n // spec.parts)
     return [fragment.place(part * size + i) for i in range(size)]

@@ -24,7 +24,7 @@ from quack_core.reduction.tiling import WARP
 
 from . import scaling
 from .scaling import Scales
-from .spec import ATOM_M, BLOCK, GROUPS, PARTS, PIECE_COLS, TILE_M, MatmulConfig, MatmulSpec
+from .spec import ATOM_M, BLOCK, GROUPS, PIECE_COLS, TILE_M, MatmulConfig, MatmulSpec
 
 ROW, K_MAJOR = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
 BUFFERS = 2
@@ -32,6 +32,8 @@ REGISTERS = (40, 232)
 """Per thread of the warpgroup that loads, and of the others."""
 STORE = 1
 """First of the named barriers at which warpgroups write a piece of D."""
+TURN = 3
+"""First of those that say which of them may multiply."""
 
 
 class Place(NamedTuple):
@@ -61,7 +63,8 @@ class MatmulSm90:
     Scales of single rows come by TMA, a column of them at a time: gathered one by one they would
     take a fifth of the bandwidth of shared memory that the tensor cores need.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
-    warpgroup around each piece that it stores.
+    warpgroup around each piece that it stores; where tiles are not multiplied in parts, one that
+    says whose turn it is.
     Traffic: A once for each column of tiles, B once for each row of clusters; less what L2 keeps.
     """
 
@@ -95,7 +98,7 @@ class MatmulSm90:
         store_d = send(d, d_smem, (ATOM_M, PIECE_COLS))
         tiles, clusters = self._tiles(d, offsets)
         self.kernel(
-            self._mma(GROUPS, PARTS),
+            self._mma(GROUPS, self.spec.parts),
             self._mma(1, 1),
             (*load_a, a_smem),
             (*load_b, b_smem),
@@ -268,22 +271,28 @@ class MatmulSm90:
         rA = mma.make_fragment_A(thr_mma.partition_A(sA))
         rB = mma.make_fragment_B(thr_mma.partition_B(sB))
         shape = thr_mma.partition_shape_C((TILE_M, config.tile_n))
-        of_part = thr_mma.partition_shape_C((TILE_M, config.tile_n // PARTS))
+        of_part = thr_mma.partition_shape_C((TILE_M, config.tile_n // self.spec.parts))
         sums = cute.make_rmem_tensor(shape, Float32)
-        parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(PARTS))
+        parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(self.spec.parts))
         first_row = group * ATOM_M + fragment.first_row(thread)
         of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
-        factors = functools.partial(of_stage, held, thread, first_row, config)
+        factors = functools.partial(of_stage, self.spec, config, held, thread, first_row)
         phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[2], thread % WARP
+        rota = None
+        if const_expr(self.spec.parts == 1):
+            rota = ring.begin_turns(TURN, group)
         span = self._find(tiles, None, work, lane)
         while self._is_tile(tiles, span, work):
             place = self._place(tiles, span, work, at)
             sums.fill(Float32(0.0))
             walk = (barriers, phase, steps, self.stages, self.shape, at)
-            phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, factors=factors)
+            how = {"factors": factors, "rota": rota}
+            phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, **how)
             self._store(mma_of_group, out, sums, place, group, thread)
             work += cute.arch.grid_dim()[2]
             span = self._find(tiles, span, work, lane)
+        if const_expr(self.spec.parts == 1):
+            ring.end_turns(rota, group)
         if thread < WARP:
             tma.bulk_wait_read(0)
 

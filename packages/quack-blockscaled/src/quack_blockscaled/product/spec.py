@@ -12,8 +12,6 @@ BLOCK = 128
 """Elements along K that have one scale: a stage of the kernel, and the width of a swizzle in 8 bits."""
 ROWS, SQUARES = (1, BLOCK), (BLOCK, BLOCK)
 """Blocks of operands."""
-PARTS = 2
-"""Of a tile's columns: one is added to the sums while the next one is multiplied."""
 ATOM_M = 64
 GROUPS = 2
 """Warpgroups that multiply; each has 64 of a tile's rows."""
@@ -47,6 +45,12 @@ class MatmulSpec:
             raise ValueError(f"grouped=True, {self}: groups have blocks of 128x128 and a new D")
         if self.accumulate and self.d != "float32":
             raise ValueError(f"accumulate=True, d={self.d!r}: it must be float32")
+
+    @property
+    def parts(self) -> int:
+        """Of a tile's columns: one is added to the sums while the next one is multiplied. One: warpgroups
+        take turns instead, which is faster, but leaves no registers for a scale of each column."""
+        return 2 if self.rows_b else 1
 
     @property
     def name(self) -> str:

@@ -20,6 +20,14 @@ Factors = Callable[[Int32], Callable[[int], list[tuple[Float32, ...]]]]
 """Of a stage: of a part of its columns: what each sum is multiplied by, one after the other."""
 
 
+class Rota(NamedTuple):
+    """Whose turn it is to multiply a stage: numbers of named barriers, this warpgroup's and that of
+    the next one."""
+
+    mine: Int32
+    next: Int32
+
+
 class Ring(NamedTuple):
     """Stages, each with a part of A and one of B.
 
@@ -205,13 +213,15 @@ def multiply_promoted(
     at: Cluster,
     turn: Int32 | None = None,
     factors: cutlass.Constexpr[Factors | None] = None,
+    rota: Rota | None = None,
 ) -> Phase:
     """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
     about 14 bits of sums of 8-bit products.
 
-    The tile's columns are multiplied in parts: while the sums of one are added, the next one keeps the
-    tensor cores busy. No instruction is under way from one stage to the next, or else the compiler
-    makes all of them wait for one another.
+    While some sums are added, others keep the tensor cores busy: those of another part of the tile's
+    columns, or of another warpgroup, where they take turns at stages. The former is faster where sums
+    are added as they are, the latter where they are multiplied by factors. No instruction is under way
+    from one stage to the next, or else the compiler makes all of them wait for one another.
 
     Args:
         sums: of all columns, part after part.
@@ -219,13 +229,18 @@ def multiply_promoted(
         rB: (instruction, parts, k, stages).
         factors: what sums are multiplied by before they are added; None: nothing. Asked for a stage
             once that is full, and for each part while the tensor cores are busy with it.
+        rota: of warpgroups that share the tile; None: they take no turns.
     """
     size = const_expr(cute.size(parts[0]))
     for _ in cutlass.range(count, unroll=1):
         barrier.wait(ring.full, phase)
         stage = cute.arch.make_warp_uniform(phase.stage)  # or else descriptors are moved one by one
+        if const_expr(rota is not None):
+            barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
         for c in cutlass.range_constexpr(len(parts)):
             _multiply_part(mma, parts[c], rA, rB, c, stage)
+        if const_expr(rota is not None):
+            barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
         of_part = factors(phase.stage) if const_expr(factors is not None) else None
         for c in cutlass.range_constexpr(len(parts)):
             scales = of_part(c) if const_expr(of_part is not None) else [()] * size
@@ -239,6 +254,27 @@ def multiply_promoted(
     if const_expr(turn is not None):
         barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
     return phase
+
+
+@cute.jit
+def begin_turns(first: cutlass.Constexpr[int], group: Int32) -> Rota:
+    """Two warpgroups take turns, the first one to begin with. Called once, before the first stage.
+
+    Args:
+        first: of two named barriers.
+        group: 0 or 1.
+    """
+    rota = Rota(first + group, first + 1 - group)
+    if group == 1:
+        barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
+    return rota
+
+
+@cute.jit
+def end_turns(rota: Rota, group: Int32) -> None:
+    """Take the turn that nobody needs any more. Called once, behind the last stage."""
+    if group == 0:
+        barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
 
 
 @cute.jit
