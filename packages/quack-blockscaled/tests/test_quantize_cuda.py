@@ -36,11 +36,12 @@ pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def same(found: BlockScaledTensor, expected: BlockScaledTensor) -> None:
-    """The same bits, in memory with the quantised dimension last."""
+    """The same bits, in the same order in memory."""
     for part in ("values", "scales"):
         a, b = getattr(found, part), getattr(expected, part)
         assert_bitwise(a.cpu(), b, f"{expected.format.name} {part}")
-        assert a.transpose(found.dim, -1).is_contiguous()
+        sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
+        assert a.numel() == 0 or all(n == 1 or x == y for n, x, y in sizes)
 
 
 def check(x: Tensor, format: BlockFormat, rule: str = "rceil", **how: Any) -> None:
@@ -204,7 +205,7 @@ def test_shapes_of_tiles(shape: tuple[int, ...]) -> None:
 def test_blocks_of_your_own(cols: int) -> None:
     """Of one vector, which needs no other lane, up to a whole warp."""
     format = BlockFormat(f"mine_{cols}", MXFP8_E4M3.element, MXFP8_E4M3.scale, (1, cols))
-    check(torch.randn(37, 768).bfloat16(), format)
+    check(torch.randn(37, 1024).bfloat16(), format)
 
 
 def test_past_2_to_the_31_elements() -> None:

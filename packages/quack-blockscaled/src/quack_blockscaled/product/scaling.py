@@ -13,7 +13,7 @@ from quack_core.device import tma
 from quack_core.gemm.sm90 import fragment
 from quack_core.layout import views
 
-from .spec import BLOCK, TILE_M, MatmulConfig, MatmulSpec
+from .spec import BLOCK, MatmulConfig, MatmulSpec, lines
 
 
 class Scales(NamedTuple):
@@ -27,14 +27,14 @@ def allocate(
     smem: cutlass.memory.SmemAllocator, spec: MatmulSpec, config: MatmulConfig, stages: int
 ) -> Scales:
     """Room for those of each stage."""
-    counts = (TILE_M, config.scales_b(spec))
-    layouts = [cute.make_layout((count, stages)) for count in counts]
+    counts = (spec.scales_a, config.scales_b(spec))
+    layouts = [cute.make_layout((n, stages), stride=(1, lines(n))) for n in counts]
     return Scales(*[smem.allocate_tensor(Float32, one, byte_alignment=128) for one in layouts])
 
 
 def num_bytes(spec: MatmulSpec, config: MatmulConfig) -> int:
     """Of the scales of a stage that TMA brings."""
-    return 4 * (TILE_M + (config.tile_n if spec.rows_b else 0))
+    return 4 * (spec.scales_a + (config.tile_n if spec.rows_b else 0))
 
 
 def sources(
@@ -51,7 +51,7 @@ def sources(
         scale_a: (steps, M).
         scale_b: (L, steps, N), or (L, blocks, steps).
     """
-    of_a = _load_atom(views.permute(scale_a, 1, 0), TILE_M, stages)
+    of_a = _load_atom(views.permute(scale_a, 1, 0), spec.scales_a, stages)
     if spec.rows_b:
         return of_a, _load_atom(views.permute(scale_b, 2, 1, 0), config.tile_n, stages)
     return of_a, views.permute(scale_b, 1, 2, 0)
@@ -63,11 +63,11 @@ def _load_atom(scales: cute.Tensor, rows: int, stages: int) -> cpasync.TmaInfo:
 
 def _columns(rows: int, stages: int) -> cute.Layout:
     """Stages of a column each: (rows, 1, stages)."""
-    return cute.make_layout((rows, 1, stages), stride=(1, rows, rows))
+    return cute.make_layout((rows, 1, stages), stride=(1, rows, lines(rows)))
 
 
 def bind(source: tuple[Any, Any], held: cute.Tensor, first: Int32) -> tma.Tiles:
-    """Columns of the rows from ``first`` on, and the stages that they go to."""
+    """Columns of the rows from ``first`` on, a multiple of `UNIT`, and the stages that they go to."""
     atom, tensor = source
     rows, stages = held.shape
     below = cute.domain_offset((first, 0) if cute.rank(tensor) == 2 else (first, 0, 0), tensor)
@@ -98,7 +98,7 @@ def copy(
     if lane < held.shape[0]:
         block = cutlass.min((first + lane * config.scale_cols) // BLOCK, scales.shape[0] - 1)
         source: Any = scales.iterator + cute.crd2idx((Int64(block), *at), scales.layout)
-        target: Any = held.iterator + (lane + stage * held.shape[0])
+        target: Any = held.iterator + cute.crd2idx((lane, stage), held.layout)
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
         one = cute.make_layout(1)
         cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))

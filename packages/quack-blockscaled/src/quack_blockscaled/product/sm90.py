@@ -24,7 +24,7 @@ from quack_core.reduction.tiling import WARP
 
 from . import scaling
 from .scaling import Scales
-from .spec import ATOM_M, BLOCK, GROUPS, PIECE_COLS, TILE_M, MatmulConfig, MatmulSpec
+from .spec import ATOM_M, BLOCK, GROUPS, PIECE_COLS, TILE_M, UNIT, MatmulConfig, MatmulSpec
 
 ROW, K_MAJOR = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
 BUFFERS = 2
@@ -228,7 +228,7 @@ class MatmulSm90:
             place = self._place(tiles, span, work, at)
             below = cute.domain_offset((place.row, 0), a[1])
             rows = tma.bind(a[0], below, a[2], (TILE_M, BLOCK))
-            scales_a = scaling.bind(scales[0], held.a, place.row)
+            scales_a = scaling.bind(scales[0], held.a, place.row - place.row % UNIT)
             for k in cutlass.range(steps, unroll=1):
                 at_b = (place.col, k, place.matrix)
                 ring.fill(barriers, phase, rows, b, (0, k), at_b, num_bytes)
@@ -276,7 +276,6 @@ class MatmulSm90:
         parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(self.spec.parts))
         first_row = group * ATOM_M + fragment.first_row(thread)
         of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
-        factors = functools.partial(of_stage, self.spec, config, held, thread, first_row)
         phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[2], thread % WARP
         rota = None
         if const_expr(self.spec.parts == 1):
@@ -286,6 +285,8 @@ class MatmulSm90:
             place = self._place(tiles, span, work, at)
             sums.fill(Float32(0.0))
             walk = (barriers, phase, steps, self.stages, self.shape, at)
+            row = first_row + place.row % UNIT if const_expr(self.spec.grouped) else first_row
+            factors = functools.partial(of_stage, self.spec, config, held, thread, row)
             how = {"factors": factors, "rota": rota}
             phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, **how)
             self._store(mma_of_group, out, sums, place, group, thread)

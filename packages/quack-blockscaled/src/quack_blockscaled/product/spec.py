@@ -16,6 +16,8 @@ ATOM_M = 64
 GROUPS = 2
 """Warpgroups that multiply; each has 64 of a tile's rows."""
 TILE_M = ATOM_M * GROUPS
+UNIT = 4
+"""Scales in 16 bytes: TMA begins at multiples of that."""
 PIECE_COLS = 32
 """Columns that a warpgroup stores at a time."""
 STORE_COLS = 16
@@ -45,6 +47,11 @@ class MatmulSpec:
             raise ValueError(f"grouped=True, {self}: groups have blocks of 128x128 and a new D")
         if self.accumulate and self.d != "float32":
             raise ValueError(f"accumulate=True, d={self.d!r}: it must be float32")
+
+    @property
+    def scales_a(self) -> int:
+        """Of A, that a stage gets: those of a tile, and of the rows before that TMA begins with."""
+        return TILE_M + UNIT * self.grouped
 
     @property
     def parts(self) -> int:
@@ -102,7 +109,7 @@ class MatmulConfig:
 
     def held_bytes(self, spec: MatmulSpec) -> int:
         """Of a stage, with its scales."""
-        return self.stage_bytes + 4 * (TILE_M + self.scales_b(spec))
+        return self.stage_bytes + 4 * (lines(spec.scales_a) + lines(self.scales_b(spec)))
 
     def store_bytes(self, spec: MatmulSpec) -> int:
         """Shared memory of what is on its way out: two pieces of a warpgroup."""
@@ -116,6 +123,11 @@ class MatmulConfig:
     def smem_bytes(self, spec: MatmulSpec) -> int:
         """Shared memory of a CTA."""
         return BARRIER_BYTES + self.store_bytes(spec) + self.depth(spec) * self.held_bytes(spec)
+
+
+def lines(scales: int) -> int:
+    """As many, rounded up to lines of 128 bytes: where TMA begins to write."""
+    return -(-scales // 32) * 32
 
 
 def is_built(a: BlockFormat, b: BlockFormat) -> bool:

@@ -13,7 +13,8 @@ Rules that all of them share:
   was only read.
 * Addresses and sizes of one-dimensional copies are multiples of 16 bytes. A tile needs 128 bytes of
   alignment in shared memory (1024 with a swizzle of 128 bytes), 16 in global memory, and strides
-  between rows that are multiples of 16 bytes.
+  between rows that are multiples of 16 bytes. A tile begins at a multiple of 16 bytes in a row as well:
+  else the instruction is illegal.
 """
 
 from dataclasses import dataclass
