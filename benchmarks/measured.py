@@ -19,6 +19,8 @@ SUITES = {
     "gemm_large": "GEMM, large",
     "gemm_act": "GEMM with SwiGLU",
     "gemm_fp8": "GEMM of 8-bit floats with scales",
+    "gemm_fp8_block": "GEMM of FP8 blocks, 1x128 by 128x128",
+    "quant": "Quantise to 8 bits in blocks",
 }
 PEERS = {
     "eager": "torch",
@@ -35,6 +37,7 @@ PEERS_OF_PRODUCTS = {
 }
 PLAIN = {
     "w": "bf16", "grad": "1", "k": "8", "layout": "nt", "act": "swiglu", "scale": "tensor",
+    "format": "fp8_block_1x128",
 }  # fmt: skip
 
 Row = dict[str, Record]

@@ -11,6 +11,15 @@ from .record import Record
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 ROOT = Path(__file__).parent.parent
 PLOTS = "plots"
+OPTIONS = {
+    "w": "weight",
+    "grad": "gradient",
+    "k": "k",
+    "layout": "layout",
+    "scale": "scale by",
+    "format": "to",
+}
+"""Of cases, as labels say them."""
 
 
 def replace_block(text: str, block: str) -> str:
@@ -44,8 +53,7 @@ def headline(found: Sequence[Row]) -> str:
 
 
 def _label(one: Record) -> str:
-    titles = {"w": "weight", "grad": "gradient", "k": "k", "layout": "layout", "scale": "scale by"}
-    opts = [f"{titles[k]} {v}" if k in titles else f"+ {k}" for k, v in one.opts.items()]
+    opts = [f"{OPTIONS[k]} {v}" if k in OPTIONS else f"+ {k}" for k, v in one.opts.items()]
     return " ".join(["x".join(map(str, one.shape)), one.dtype, *opts])
 
 
