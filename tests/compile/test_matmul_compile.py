@@ -3,6 +3,7 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from quack_core.jit.compile import compile_kernel
 from quack_core.testing import cubin
 
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
-CONFIGS = [MatmulConfig(192, 2), MatmulConfig(128, 2), MatmulConfig(128, 1)]
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+CONFIGS = [MatmulConfig(192, 2), *map(exhaustive, (MatmulConfig(128, 2), MatmulConfig(128, 1)))]
 
 
 @pytest.mark.skipif(not ARCH.wgmma, reason=f"the kernel of {ARCH.name} is not written")
-@pytest.mark.parametrize("d", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", ["bfloat16", exhaustive("float32")])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_matmul(config: MatmulConfig, d: str, tmp_path: Path) -> None:
     spec = MatmulSpec(d)
