@@ -48,6 +48,7 @@ def compile_seconds(kernel: Any) -> float:
     return time.process_time() - started
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("budget", "list_kernels"), BUDGET_S.values(), ids=BUDGET_S)
 def test_compile_time_KC_10(budget: float, list_kernels: Any) -> None:
     for kernel in list_kernels():

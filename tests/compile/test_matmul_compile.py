@@ -3,6 +3,7 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -15,15 +16,16 @@ from quack_core.jit.compile import compile_kernel
 from quack_core.testing import cubin
 
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 SPECS = [
     MatmulSpec("bfloat16"),
-    MatmulSpec("float32"),
-    MatmulSpec("bfloat16", rows_b=True),
+    exhaustive(MatmulSpec("float32")),
+    exhaustive(MatmulSpec("bfloat16", rows_b=True)),
     MatmulSpec("float32", rows_b=True, accumulate=True),
     MatmulSpec("bfloat16", grouped=True),
-    MatmulSpec("float32", grouped=True),
+    exhaustive(MatmulSpec("float32", grouped=True)),
 ]
-CONFIGS = [MatmulConfig(192, 2), MatmulConfig(128, 2), MatmulConfig(128, 1)]
+CONFIGS = [MatmulConfig(192, 2), *map(exhaustive, (MatmulConfig(128, 2), MatmulConfig(128, 1)))]
 
 
 @pytest.mark.skipif(not ARCH.wgmma, reason=f"the kernel of {ARCH.name} is not written")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quack_core import arch
+from quack_core import arch, env
 from quack_core.jit import cache, compile_keys, jit_stats, store
 from quack_norm import cross_entropy, rmsnorm, softmax
 
@@ -53,6 +53,9 @@ LAUNCHERS = textwrap.dedent("""
 """)
 
 
+@pytest.mark.skipif(
+    env.get("QUACK_COMPILE_ARCH") != "sm90", reason="the same for all architectures"
+)
 def test_launchers_without_the_dsl_KC_09(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8, 65536), (65536,)))
     labels = torch.empty(8, dtype=torch.int64, device="meta")
@@ -68,13 +71,14 @@ def test_launchers_without_the_dsl_KC_09(monkeypatch: pytest.MonkeyPatch) -> Non
     environment = {**os.environ, "QUACK_ARCH": "sm90", "QUACK_JIT": "error"}
     script = LAUNCHERS
     command = [sys.executable, "-c", script]
-    answers = []
-    for _ in range(3):  # the least of several runs: another process can only make one slower
+    for _ in range(3):  # another process can only make one slower
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, env=environment, timeout=120
         )
-        answers.append(json.loads(done.stdout))
-    for answer in answers:
+        answer = json.loads(done.stdout)
         assert (answer["dsl"], answer["compiled"], answer["loaded"]) == (False, 0, len(listed))
-    assert min(answer["import_ms"] for answer in answers) < 200
-    assert min(answer["first_ms"] for answer in answers) < 100
+        if answer["import_ms"] < 200 and answer["first_ms"] < 100:
+            return
+    pytest.fail(
+        f"{answer['import_ms']:.0f} ms to import, {answer['first_ms']:.0f} ms to a launcher"
+    )

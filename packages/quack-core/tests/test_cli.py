@@ -214,6 +214,7 @@ def check_that_nothing_is_compiled_elsewhere(tmp_path):
     assert done.stdout == "0 1 False\n"
 
 
+@pytest.mark.exhaustive
 def test_warmup_fills_the_cache_and_then_has_nothing_to_do(package, tmp_path, place, capsys):
     path = write_calls(tmp_path, *CALLS)
     words = ("warmup", "--shapes", str(path), "--arch", "sm_90a", "--workers", "2", "--json")

@@ -171,6 +171,7 @@ class Simulation:
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pingpong", [False, True])
 @pytest.mark.parametrize("tiles, count", [(1, 1), (2, 5), (3, 3), (4, 1), (3, 0), (5, 7)])

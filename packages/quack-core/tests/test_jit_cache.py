@@ -234,6 +234,7 @@ def finish(processes):
     return [(int(compiled), int(loaded)) for compiled, loaded in answers]
 
 
+@pytest.mark.exhaustive
 def test_sixteen_processes_and_fifty_keys_compile_fifty_times_KC_01(tmp_path):
     processes = start_processes(tmp_path, 16)
     begin(processes)
@@ -247,6 +248,7 @@ def test_sixteen_processes_and_fifty_keys_compile_fifty_times_KC_01(tmp_path):
     assert set(left) == {".json", ".lock", ".so"}
 
 
+@pytest.mark.exhaustive
 def test_killed_writers_leave_nothing_wrong_KC_02(tmp_path):
     """Four of eight are killed somewhere between a lock and the last rename."""
     processes = start_processes(tmp_path, 8)

@@ -62,6 +62,7 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.exhaustive
 def test_a_call_is_deferred_and_finds_its_kernel_later(package, tmp_path):
     """All in one session of workers, whose start takes seconds."""
     says = tmp_path / "says"

@@ -140,6 +140,7 @@ def test_deferred_tests_run_again(xdist, tmp_path):
     assert "never" not in " ".join(log)
 
 
+@pytest.mark.exhaustive
 def test_warm_session_asks_for_nothing(tmp_path):
     conftest = CONFTEST.replace("    policy.check(", "    (lambda *_: None)(")
     done, log = run(tmp_path, "--async-compile", conftest=conftest)
@@ -147,18 +148,21 @@ def test_warm_session_asks_for_nothing(tmp_path):
     assert [line for line in log if line.startswith("asked")] == []
 
 
+@pytest.mark.exhaustive
 def test_without_the_option_calls_compile(tmp_path):
     done, log = run(tmp_path)
     assert "1 failed, 11 passed, 1 skipped" in done.stdout
     assert [line for line in log if line.startswith("asked")] == []
 
 
+@pytest.mark.exhaustive
 def test_stops_at_the_first_failure(tmp_path):
     done, _ = run(tmp_path, "--async-compile=2", "-x")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "stopping after 1 failures" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_new_kernels_without_end_compile_at_last(tmp_path):
     tests = """
 import itertools
@@ -178,6 +182,7 @@ def test_endless(op):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("xdist", [False, True], ids=["alone", "xdist"])
 def test_a_session_that_loses_a_test_fails(xdist, tmp_path):
     """Here one that is deferred and never run again."""
@@ -194,6 +199,7 @@ def test_a_session_that_loses_a_test_fails(xdist, tmp_path):
     assert done.returncode == 0  # it is the option that looks
 
 
+@pytest.mark.exhaustive
 def test_number_of_workers(tmp_path):
     done, _ = run(tmp_path, "--async-compile=-1")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

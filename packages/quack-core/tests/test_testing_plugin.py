@@ -92,6 +92,7 @@ def test_cpu_skips_what_needs_a_gpu(tree):
     assert "1 passed, 4 skipped, 1 xfailed" in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_require_gpu_makes_the_skip_a_failure(tree):
     result = run(tree, QUACK_REQUIRE_GPU="1")
     assert result.returncode == 1
@@ -99,6 +100,7 @@ def test_require_gpu_makes_the_skip_a_failure(tree):
     assert "1 passed, 1 skipped, 1 xfailed, 3 errors" in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_cuda_without_a_gpu_is_an_error(tree):
     (tree / "conftest.py").unlink()
     result = run(tree, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
@@ -107,6 +109,7 @@ def test_cuda_without_a_gpu_is_an_error(tree):
     assert "passed" not in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_record_needs_the_gpu(tree):
     result = run(tree, "--record", "r.json")
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
@@ -120,7 +123,13 @@ def test_plugin_loads_neither_torch_nor_the_dsl():
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["serial", "xdist"])
+WORKERS = [
+    pytest.param((), id="serial"),
+    pytest.param(("-n2",), id="xdist", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 def test_record(tree, workers):
     result = run(tree, *RECORD, *workers, f"--rootdir={tree}", str(tree / "test_toy.py"))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -145,6 +154,7 @@ def test_record(tree, workers):
     assert (folder / "sm90.json").stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.exhaustive
 def test_record_of_failures(tree):
     (tree / "test_faults.py").write_text(FAULTS)
     result = run(tree, *RECORD)
@@ -156,6 +166,7 @@ def test_record_of_failures(tree):
     assert "4 passed; 2 FAILED" in checked
 
 
+@pytest.mark.exhaustive
 def test_no_record_of_an_unfinished_run(tree):
     (tree / "tests/records").mkdir(parents=True)
     path = tree / "tests/records/sm90.json"
@@ -168,6 +179,7 @@ def test_no_record_of_an_unfinished_run(tree):
     assert path.read_text() == "old"
 
 
+@pytest.mark.exhaustive
 def test_no_record_if_sources_change_meanwhile(tree):
     kernel = tree / "packages/quack-toy/src/quack_toy/kernel.py"
     (tree / "test_toy.py").write_text(
@@ -178,6 +190,7 @@ def test_no_record_if_sources_change_meanwhile(tree):
     assert not (tree / "tests/records").exists()
 
 
+@pytest.mark.exhaustive
 def test_no_record_of_sources_from_elsewhere(tree):
     other = tree / "site" / "quack_toy"
     other.mkdir(parents=True)
@@ -190,6 +203,7 @@ def test_no_record_of_sources_from_elsewhere(tree):
     assert "put packages/quack-toy/src on PYTHONPATH" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_check_records_never_fails_a_run(tree):
     folder = tree / "tests/records"
     folder.mkdir(parents=True)
@@ -202,6 +216,7 @@ def test_check_records_never_fails_a_run(tree):
     assert "sm120: no record" in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_check_of_a_record(tree):
     assert run(tree, *RECORD).returncode == 0
     sm90, sm100, sm120 = records.check(tree)

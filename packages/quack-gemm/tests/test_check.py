@@ -92,8 +92,8 @@ def test_layers_copy_what_tma_cannot_read() -> None:
     assert readable(fine.mT, "row").stride() == (8, 1)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("k", [64, 63])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize("k", [pytest.param(64, marks=pytest.mark.exhaustive), 63])
 def test_layers_compile_where_layouts_are_checked(k: int, dynamic: bool) -> None:
     """Of meta tensors layouts count, as they do of CUDA tensors."""
 

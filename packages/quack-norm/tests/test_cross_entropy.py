@@ -494,6 +494,7 @@ def backend(device: str) -> str:
     return "inductor" if device == "cuda" else "aot_eager"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("o", [Options(), NONE, ALL], ids=["mean", "none", "everything"])
 @pytest.mark.parametrize("shape", [(4, 40), (40,), (2, 40, 3)], ids=str)
 def test_the_operators_are_registered_rightly(

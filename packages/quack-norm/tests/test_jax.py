@@ -108,6 +108,8 @@ def check(function: Any, x: Tensor, dout: Tensor, place: Any, **how: Any) -> Non
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 def test_values_and_gradients(function, shape, dtype, place) -> None:
+    if place.platform == "cpu" and dtype != F32 and shape not in SHAPES[:4]:
+        pytest.skip("XLA converts, then computes in float32: four shapes show it")
     x = random(shape, dtype, seed=1, scale=3)
     check(function, x, random(shape, dtype, seed=2), place)
 
