@@ -108,6 +108,8 @@ def write(targets: tuple, values: tuple) -> None:
 
 RESIDENT = 13
 """Clusters that the device holds."""
+SURELY = 2
+"""SMs."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernel:
@@ -115,6 +117,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     fake = Kernel()
     monkeypatch.setattr(prepare.arch, "detect", lambda _: prepare.arch.get("sm90"))
     monkeypatch.setattr(prepare.cache, "load", fake.load)
+    monkeypatch.setattr(row_launch.driver, "multiprocessors", lambda _: SURELY)
     monkeypatch.setattr(row_launch.occupancy, "resident_clusters", lambda *_, registers: RESIDENT)
     zeros = functools.partial(torch.zeros, dtype=torch.int32)
     monkeypatch.setattr(torch_workspace, "counters", lambda _, count: zeros(count))

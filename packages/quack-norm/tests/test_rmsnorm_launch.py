@@ -15,6 +15,7 @@ from quack_core.testing.compare import assert_bitwise
 from quack_core.testing.inputs import Layout, arrange, random
 from quack_norm.ops import rows
 from quack_norm.ops.rmsnorm import autograd, launch, prepare, reference
+from quack_norm.ops.row_map import launch as row_launch
 
 
 def forward(data: Operands, **changes: Any) -> Any:
@@ -207,3 +208,21 @@ def test_function_has_no_second_derivative(kernel: Kernel) -> None:
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         dx.sum().backward()
+
+
+def test_few_rows_do_not_ask_how_many_are_resident(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking takes 10 ms of a first call."""
+    asked: list[object] = []
+
+    def resident(*args: object, registers: int) -> int:
+        asked.append(args)
+        return 13
+
+    monkeypatch.setattr(row_launch.occupancy, "resident_clusters", resident)
+    options = {"out_dtype": None, "residual_dtype": None, "want_rstd": False}
+    for rows_, times in ((1, 0), (2, 0), (3, 1), (100, 1)):
+        x, weight = random((rows_, 4096), BF16, "cpu", seed=1), torch.ones(4096, dtype=BF16)
+        launch.forward(x, weight, None, None, 1e-6, 0.0, **options)
+        assert len(asked) == times

@@ -15,6 +15,8 @@ from quack_norm.ops.softmax import launch, reference
 from quack_norm.ops.softmax.spec import SoftmaxFwdSpec
 
 RESIDENT = 132
+SURELY = 2
+"""SMs."""
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -57,6 +59,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
     monkeypatch.setattr(row_launch.cache, "load", made.load)
+    monkeypatch.setattr(row_launch.driver, "multiprocessors", lambda _: SURELY)
     monkeypatch.setattr(row_launch.occupancy, "resident_clusters", lambda *a, **k: RESIDENT)
     for module in (launch, row_launch):
         monkeypatch.setattr(module.arch, "detect", lambda device: arch.SM90)

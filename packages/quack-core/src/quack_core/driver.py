@@ -13,8 +13,8 @@ from typing import Any
 from quack_core.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
-MAJOR, MINOR = 75, 76
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and its neighbour."""
+MULTIPROCESSORS, MAJOR, MINOR = 16, 75, 76
+"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _COMPUTE_CAPABILITY_MAJOR and its neighbour."""
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 
@@ -43,11 +43,25 @@ def capability(device_index: int) -> tuple[int, int]:
     Raises:
         DeviceError: no driver, or no such device.
     """
-    api, device, found = library(), ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    major, minor = _attributes(device_index, MAJOR, MINOR)
+    return major, minor
+
+
+def multiprocessors(device_index: int) -> int:
+    """SMs of a device.
+
+    Raises:
+        DeviceError: no driver, or no such device.
+    """
+    return _attributes(device_index, MULTIPROCESSORS)[0]
+
+
+def _attributes(device_index: int, *names: int) -> list[int]:
+    api, device, found = library(), ctypes.c_int(), [ctypes.c_int() for _ in names]
     _ask(api, "cuDeviceGet", ctypes.byref(device), device_index)
-    for number, name in zip(found, (MAJOR, MINOR), strict=True):
+    for number, name in zip(found, names, strict=True):
         _ask(api, "cuDeviceGetAttribute", ctypes.byref(number), name, device)
-    return found[0].value, found[1].value
+    return [number.value for number in found]
 
 
 @contextlib.contextmanager

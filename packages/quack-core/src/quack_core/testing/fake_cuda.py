@@ -153,12 +153,13 @@ def stand_in(monkeypatch: "pytest.MonkeyPatch", load: Callable[..., Any]) -> Non
     """
     import torch
 
-    from quack_core import arch, occupancy, torch_workspace
+    from quack_core import arch, driver, occupancy, torch_workspace
     from quack_core.jit import cache
 
     gpu = types.SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
     monkeypatch.setattr(arch, "detect", lambda *_: arch.SM90)
+    monkeypatch.setattr(driver, "multiprocessors", lambda *_: 132)
     monkeypatch.setattr(occupancy, "resident_clusters", lambda *_: 66)
     monkeypatch.setattr(torch_workspace, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(cache, "load", load)

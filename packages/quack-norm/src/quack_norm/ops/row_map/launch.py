@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quack_core import arch, dtypes, occupancy, torch_workspace
+from quack_core import arch, driver, dtypes, occupancy, torch_workspace
 from quack_core.jit import cache
 
 from .config import RowConfig
@@ -55,9 +55,11 @@ def picker(
 
     Where each CTA would have one tile, the kernel is the one of one tile and the same bits.
     """
-    target, single = arch.detect(device), chosen.for_few(spec)
-    resident, ints = resident_groups(device, spec, chosen), chosen.state_ints
+    target, single, ints = arch.detect(device), chosen.for_few(spec), chosen.state_ints
     counters = torch_workspace.counters
+    # So many CTAs are resident whatever they need; what more are takes 10 ms to ask.
+    surely = driver.multiprocessors(device) if chosen.cluster == 1 else 0
+    resident = functools.cache(lambda: resident_groups(device, spec, chosen))
 
     @functools.cache
     def kernel(use: RowConfig) -> Launcher:
@@ -66,11 +68,11 @@ def picker(
 
     @functools.lru_cache
     def groups(rows: int) -> int:
-        return chosen.groups(spec, rows, 1, resident)
+        return chosen.groups(spec, rows, 1, resident())
 
     def pick(rows: int) -> tuple[Launcher, Tensor | None, int]:
-        if single is not None and rows <= resident:
-            return kernel(single), None, groups(rows)
+        if single is not None and (rows <= surely or rows <= resident()):
+            return kernel(single), None, rows
         return kernel(chosen), counters(device, ints) if ints else None, groups(rows)
 
     return pick
