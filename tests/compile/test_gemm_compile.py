@@ -17,6 +17,7 @@ from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
@@ -35,6 +36,7 @@ ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
 
 WIDE = GemmConfig(128, 256, 2, 1)
 PINGPONG = GemmConfig(128, 128, 1, 1, pingpong=True)
+NARROW = GemmConfig(128, 96, 1, 1, pingpong=True)
 FEW_ROWS = GemmConfig(128, 64, 1, 1, swap=True)
 
 
@@ -77,7 +79,12 @@ EPILOGUES = [
     (fused(AddVector(BF16), StoreAux(BF16), Gate("silu"), concat=True), PINGPONG),
     (fused(ActivationGrad("gelu_tanh", BF16)), WIDE),
     (fused(RowReduce("sum_squares"), Scale(Kind.ROW)), WIDE),
-    (fused(RowReduce("lse")), PINGPONG),
+    (fused(RowReduce("lse")), NARROW),
+    (fused(RowReduce("max")), FEW_ROWS),
+    (fused(ActivationGrad("gelu_tanh", BF16), ColumnReduce("sum")), WIDE),
+    (fused(ColumnReduce("lse"), RowReduce("lse"), a_batched=True), NARROW),
+    (fused(ColumnReduce("max")), FEW_ROWS),
+    (fused(ColumnReduce("sum_squares"), d_major="column"), GemmConfig(192, 144, 1, 1)),
     (fused(GateGrad("silu", BF16)), WIDE),
     (GemmSpec(E4M3, E4M3, BF16, epilogue=SCALES), GemmConfig(128, 160, 2, 1)),
 ]

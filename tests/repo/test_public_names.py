@@ -43,6 +43,7 @@ def test_gemm_exports_exactly_the_promised_names(fresh_python):
         "gemm_act",
         "gemm_add",
         "gemm_dact",
+        "gemm_dact_bias",
         "gemm_dgated",
         "gemm_gated",
         "gemm_norm_act",
@@ -156,6 +157,10 @@ outcomes = {{
     "gemm_gated": (quack_gemm.gemm_gated(half, pairs.T, "swiglu")[1], gated.bfloat16()),
     "gemm_dact": (
         quack_gemm.gemm_dact(half, half.T, square, "relu"), (product * (square > 0)).bfloat16()
+    ),
+    "gemm_dact_bias": (
+        quack_gemm.gemm_dact_bias(half, half.T, square, "relu")[1],
+        (product * (square > 0)).sum(0),
     ),
     "gemm_dgated": (
         quack_gemm.gemm_dgated(half, eight.T, wide, "reglu")[:, 1::2],

@@ -71,6 +71,11 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
     "gemm_act": lambda m: ("gemm_act", (t(m, 64), t(136, 64).mT, "gelu"), {}),
     "gemm_gated": lambda m: ("gemm_gated", (t(m, 64), t(256, 64).mT, "swiglu"), {"concat": True}),
     "gemm_dact": lambda m: ("gemm_dact", (t(m, 64), t(64, 136), t(m, 136), "gelu"), {}),
+    "gemm_dact_bias": lambda m: (
+        "gemm_dact_bias",
+        (t(m, 64), t(64, 136), t(m, 136), "gelu"),
+        {},
+    ),
     "gemm_dgated": lambda m: ("gemm_dgated", (t(m, 64), t(64, 128), t(m, 256), "swiglu"), {}),
     "gemm_add": lambda m: ("gemm_add", (t(m, 64), t(64, 136), t(m, 136)), {}),
     "gemm_rms": lambda m: ("gemm_rms", (t(m, 64), t(64, 136)), {"c": t(m, 136)}),
@@ -97,6 +102,11 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
         "mlp",
         (t(m, 64, grad=True), t(136, 64, grad=True), t(64, 136, grad=True), "relu_sq"),
         {},
+    ),
+    "mlp, biases": lambda m: (
+        "mlp",
+        (t(m, 64, grad=True), t(136, 64, grad=True), t(64, 136, grad=True), "relu"),
+        {"bias1": t(136, grad=True), "bias2": t(64, grad=True)},
     ),
     "mlp, recomputing": lambda m: (
         "mlp",

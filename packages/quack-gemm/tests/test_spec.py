@@ -11,6 +11,7 @@ from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
@@ -18,6 +19,7 @@ from quack_core.gemm.epilogue import (
     RowReduce,
     Scale,
     StoreAux,
+    Vector,
 )
 from quack_gemm.spec import GemmSpec
 
@@ -84,10 +86,18 @@ def test_pairs_in_another_order(op: Op, fields: dict, needed: str) -> None:
 
 
 @pytest.mark.parametrize("op", [GATE, GATE_GRAD], ids=["takes", "gives"])
-def test_pairs_and_reduced_rows(op: Op) -> None:
-    with pytest.raises(ValueError, match="with pairs reduces no rows"):
-        fused(RowReduce("sum"), op)
-    assert fused(RowReduce("sum"), RowReduce("max")).reductions == ("sum", "max")
+def test_pairs_and_reductions(op: Op) -> None:
+    for reduce in (RowReduce("sum"), ColumnReduce("sum")):
+        with pytest.raises(ValueError, match="with pairs reduces nothing"):
+            fused(reduce, op)
+
+
+def test_reductions() -> None:
+    found = fused(RowReduce("sum"), ColumnReduce("max")).reductions
+    assert found == (Vector("sum", Kind.COLUMN), Vector("max", Kind.ROW))
+    for reduce in (RowReduce, ColumnReduce):
+        with pytest.raises(ValueError, match="name='mean': must be one of sum, sum_squares"):
+            reduce("mean")
 
 
 def test_doubled_columns_take_any_b() -> None:

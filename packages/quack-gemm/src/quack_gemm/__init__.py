@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from quack_gemm.fused import gemm_act as gemm_act
     from quack_gemm.fused import gemm_add as gemm_add
     from quack_gemm.fused import gemm_dact as gemm_dact
+    from quack_gemm.fused import gemm_dact_bias as gemm_dact_bias
     from quack_gemm.fused import gemm_dgated as gemm_dgated
     from quack_gemm.fused import gemm_gated as gemm_gated
     from quack_gemm.fused import gemm_norm_act as gemm_norm_act
@@ -32,6 +33,7 @@ _HOME = {
     "gemm_act": "quack_gemm.fused",
     "gemm_add": "quack_gemm.fused",
     "gemm_dact": "quack_gemm.fused",
+    "gemm_dact_bias": "quack_gemm.fused",
     "gemm_dgated": "quack_gemm.fused",
     "gemm_gated": "quack_gemm.fused",
     "gemm_norm_act": "quack_gemm.fused",
@@ -51,6 +53,7 @@ __all__ = [
     "gemm_act",
     "gemm_add",
     "gemm_dact",
+    "gemm_dact_bias",
     "gemm_dgated",
     "gemm_gated",
     "gemm_norm_act",

@@ -11,6 +11,7 @@ from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
@@ -104,6 +105,28 @@ def gemm_dact(
     """
     op = ActivationGrad(activation, _name(preact), preact.dim() == 3)
     return gemm(dout, weight, epilogue=[(op, preact)], out_dtype=out_dtype)
+
+
+def gemm_dact_bias(
+    dout: Tensor,
+    weight: Tensor,
+    preact: Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``gemm_dact``, and its sum over the rows: the gradient of a bias in front of the activation.
+
+    Args:
+        dout, weight, preact, activation, out_dtype: as of ``gemm_dact``.
+
+    Returns:
+        (M, N) or (L, M, N), and float32 (N,) or (L, N), of values before they are rounded.
+    """
+    op = ActivationGrad(activation, _name(preact), preact.dim() == 3)
+    steps: list[Step] = [(op, (preact,)), (ColumnReduce("sum"), ())]
+    dpre, dbias = _checked(dout, weight, steps, [out_dtype or default_dtype(dout)], False)
+    return dpre, dbias
 
 
 def gemm_dgated(

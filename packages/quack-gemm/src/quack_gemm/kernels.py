@@ -27,6 +27,7 @@ OPERATORS = (
     "gemm_act",
     "gemm_add",
     "gemm_dact",
+    "gemm_dact_bias",
     "gemm_dgated",
     "gemm_gated",
     "gemm_norm_act",
@@ -112,6 +113,7 @@ gemm = functools.partial(_kernels, api.gemm)
 gemm_act = functools.partial(_kernels, fused.gemm_act)
 gemm_add = functools.partial(_kernels, fused.gemm_add)
 gemm_dact = functools.partial(_kernels, fused.gemm_dact)
+gemm_dact_bias = functools.partial(_kernels, fused.gemm_dact_bias)
 gemm_dgated = functools.partial(_kernels, fused.gemm_dgated)
 gemm_gated = functools.partial(_kernels, fused.gemm_gated)
 gemm_norm_act = functools.partial(_kernels, fused.gemm_norm_act)

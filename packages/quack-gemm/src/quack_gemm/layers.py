@@ -9,7 +9,7 @@ from quack_core.gemm.activations import derivative
 
 from . import check
 from .api import gemm
-from .fused import GATED, gemm_act, gemm_dact, gemm_dgated, gemm_gated
+from .fused import GATED, gemm_act, gemm_dact, gemm_dact_bias, gemm_dgated, gemm_gated
 from .launch import readable
 
 
@@ -218,12 +218,12 @@ class _MLP(torch.autograd.Function):
         )
         dx = dweight1 = dbias1 = None
         if needs[0] or needs[1] or needs[3]:
-            grad = gemm_dgated if ctx.activation in GATED else gemm_dact
-            extra = {"concat": ctx.concat} if ctx.activation in GATED else {}
-            dpre = grad(dout, readable(weight2), preact, ctx.activation, **extra)
-            dx, dweight1, dbias1 = _gradients(
-                (needs[0], needs[1], needs[3]), dpre, x, weight1, ctx.bias_dtypes[0]
+            dpre, dbias1 = _hidden_gradient(ctx, dout, readable(weight2), preact, needs[3])
+            left = needs[3] and dbias1 is None
+            dx, dweight1, summed = _gradients(
+                (needs[0], needs[1], left), dpre, x, weight1, ctx.bias_dtypes[0]
             )
+            dbias1 = summed if dbias1 is None else dbias1.to(ctx.bias_dtypes[0])
         return dx, dweight1, dweight2, dbias1, dbias2, None, None, None
 
 
@@ -240,6 +240,21 @@ def _first(
     if activation in GATED:
         return gemm_gated(a, b, activation, bias=bias, store_preact=wanted, concat=concat)
     return gemm_act(a, b, activation, bias=bias, store_preact=wanted)
+
+
+def _hidden_gradient(
+    ctx: Any, dout: Tensor, weight2: Tensor, preact: Tensor, biased: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of what went into an MLP's activation; and its sum over rows, where the same kernel has it.
+
+    Args:
+        biased: whether the sum is wanted.
+    """
+    if ctx.activation in GATED:
+        return gemm_dgated(dout, weight2, preact, ctx.activation, concat=ctx.concat), None
+    if biased:
+        return gemm_dact_bias(dout, weight2, preact, ctx.activation)
+    return gemm_dact(dout, weight2, preact, ctx.activation), None
 
 
 def _through(dout: Tensor, preact: Tensor, activation: str, concat: bool) -> Tensor:

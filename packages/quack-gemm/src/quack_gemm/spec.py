@@ -5,7 +5,7 @@ from typing import Literal
 
 from quack_core import dtypes
 from quack_core.gemm import epilogue as epi
-from quack_core.gemm.epilogue import Kind, Op
+from quack_core.gemm.epilogue import Kind, Op, Vector
 
 Major = Literal["row", "column"]
 """Which dimension of a matrix has stride 1: the second or the first, of the last two."""
@@ -52,7 +52,7 @@ class GemmSpec:
         if (self.gated or self.doubled) and self.d_major != "row":
             raise ValueError("an epilogue with pairs: D must be row-major")
         if self.reductions and (self.gated or self.doubled):
-            raise ValueError("an epilogue with pairs reduces no rows")
+            raise ValueError("an epilogue with pairs reduces nothing")
         behind = False
         for op in self.epilogue:
             kinds = [operand.kind for operand in op.operands]
@@ -110,8 +110,8 @@ class GemmSpec:
         return tuple(ratio == (2, 1) or (self.gated and ratio == (1, 1)) for ratio in self.ratios)
 
     @property
-    def reductions(self) -> tuple[str, ...]:
-        """What is reduced over the columns of D."""
+    def reductions(self) -> tuple[Vector, ...]:
+        """What ops reduce, in order."""
         return tuple(op.reduces for op in self.epilogue if op.reduces)
 
     @property

@@ -20,7 +20,8 @@ from quack_core.reduction.tiling import WARP
 from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
 from . import views
-from .finish import Ends, Place, Sizes, TileEpilogue, Worker
+from .finish import Ends, TileEpilogue
+from .places import Place, Sizes, Worker
 from .signature import arguments
 
 TURN = 4
@@ -31,10 +32,11 @@ class GemmSm90:
     """Clusters walk over tiles of D; a tile's product is summed in registers.
 
     Threads: a warpgroup, one warp of which loads; then those that multiply and store.
-    Shared memory: stages of A and B; parts of D on their way out; row operands of the epilogue; with
-    split-K, sums of the other CTAs.
+    Shared memory: stages of A and B; parts of D on their way out; row operands of the epilogue; what
+    warps reduce of columns; with split-K, sums of the other CTAs.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
-    warpgroup around each part that it stores; with ping-pong, one that says whose turn it is; with
+    warpgroup around each part that it stores, and around what it reduces of columns; with ping-pong,
+    one that says whose turn it is; with
     split-K, two mbarriers per warpgroup for sums that are exchanged.
     Traffic: A once for each column of clusters, B once for each row of them; less what L2 keeps.
     """
@@ -56,7 +58,7 @@ class GemmSm90:
         b: cute.Tensor,  # (K, N) or (L, K, N)
         outputs: tuple,  # D, then copies: (M, N) or (L, M, N)
         operands: tuple | None,  # of the epilogue's ops, in order
-        reduced: tuple | None,  # of rows: (M, tiles) or (L, M, tiles), float32
+        reduced: tuple | None,  # (M or N, tiles) or (L, M or N, tiles), float32
         max_clusters: Int32,  # that the GPU holds at once
         stream: cuda.CUstream,
     ):
@@ -173,6 +175,7 @@ class GemmSm90:
         sB = self._stages(smem, self.b_dtype, load_b[2])
         sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
         shared_rows, inbox = self._rows(smem), None
+        shared_columns = self.epilogue.vectors.allocate(smem)
         if const_expr(config.split_k > 1):
             sizes_of_inbox = (config.accumulators, config.split_k, self.shares, config.groups)
             inbox = split.allocate(smem, *sizes_of_inbox)
@@ -206,7 +209,7 @@ class GemmSm90:
                 )
                 for i in range(len(sinks))
             ]
-            ends = Ends(operands, shared_rows, outs, reduced)
+            ends = Ends(operands, shared_rows, outs, reduced, shared_columns)
             who = Worker(group - 1, tid % WARPGROUP)
             self._compute(
                 mma,
