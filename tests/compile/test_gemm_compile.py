@@ -72,6 +72,7 @@ EPILOGUES = [
     (fused(Scale(), AddVector(BF16), Activation("gelu_tanh")), WIDE),
     (fused(AddC(BF16, beta=Kind.DEVICE_SCALAR), AddVector(F32, Kind.COLUMN)), WIDE),
     (fused(AddVector(BF16), AddC(BF16)), FEW_ROWS),
+    (GemmSpec(BF16, BF16, F32, "column", "row", epilogue=(AddC(F32),)), WIDE),
     (fused(StoreAux(BF16), Activation("silu")), WIDE),
     (fused(Gate("silu")), WIDE),
     (fused(Gate("silu"), concat=True), WIDE),

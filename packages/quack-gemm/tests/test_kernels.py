@@ -86,6 +86,11 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
     ),
     "linear": lambda m: ("linear", (t(2, m, 64), t(136, 64), t(136)), {}),
     "linear, training": lambda m: ("linear", (t(m, 64, grad=True), t(136, 64, grad=True)), {}),
+    "linear, accumulating": lambda m: (
+        "linear",
+        (t(m, 64, grad=True), t(136, 64, grad=True)),
+        {"accumulate": True},
+    ),
     "linear, a frozen weight": lambda m: ("linear", (t(m, 64, grad=True), t(136, 64)), {}),
     "linear_act, training": lambda m: (
         "linear_act",
@@ -124,7 +129,8 @@ def test_listed_is_loaded(case: Any, rows: int, loaded: list[Kernel]) -> None:
     assert loaded == []
     result = getattr(quack_gemm, name)(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.requires_grad:
-        result.backward(torch.ones_like(result))
+        for _ in range(1 + kwargs.get("accumulate", False)):
+            result.backward(torch.ones_like(result), retain_graph=True)
     assert set(listed) == set(loaded)
     assert {each.key() for each in listed} == {each.key() for each in loaded}  # texts, named texts
     assert len(listed) == len(set(listed))

@@ -105,7 +105,8 @@ def _kernels(op: Any, *args: Any, arch: Arch, **kwargs: Any) -> Kernels:
     with _Notes(arch, kwargs.get("out")) as notes, torch.set_grad_enabled(differentiable):
         result = op(*args, **kwargs)
         if differentiable and result.requires_grad:
-            result.backward(torch.empty_like(result))
+            for _ in range(1 + kwargs.get("accumulate", False)):  # the second time into the sum
+                result.backward(torch.empty_like(result), retain_graph=True)
     return tuple(notes.kernels)
 
 
