@@ -24,6 +24,8 @@ from quack_core.gemm.epilogue import (
     Op,
     RowReduce,
     Scale,
+    SelectColumn,
+    SelectRow,
     StoreAux,
 )
 from quack_core.jit.compile import Compiled, compile_kernel
@@ -85,6 +87,9 @@ EPILOGUES = [
     (fused(ActivationGrad("gelu_tanh", BF16), ColumnReduce("sum")), WIDE),
     (fused(ColumnReduce("lse"), RowReduce("lse"), a_batched=True), NARROW),
     (fused(ColumnReduce("max")), FEW_ROWS),
+    (fused(RowReduce("lse"), SelectColumn()), GemmConfig(128, 224, 2, 1)),
+    (fused(SelectColumn("int32"), SelectRow()), FEW_ROWS),
+    (fused(SelectRow("int32"), AddVector(BF16)), WIDE),
     (fused(ColumnReduce("sum_squares"), d_major="column"), GemmConfig(192, 144, 1, 1)),
     (fused(GateGrad("silu", BF16)), WIDE),
     (GemmSpec(E4M3, E4M3, BF16, epilogue=SCALES), GemmConfig(128, 160, 2, 1)),

@@ -86,12 +86,8 @@ def in_the_dsl():
 
 
 def expected(thread, i):
-    row, col = fragment.place(i)
-    block, pair = divmod(col, fragment.PAIR)
-    return (
-        fragment.first_row(thread) + row * fragment.ROW_STEP,
-        fragment.first_col(thread) + block * fragment.BLOCK + pair,
-    )
+    below, beside = fragment.offset(i)
+    return fragment.first_row(thread) + below, fragment.first_col(thread) + beside
 
 
 def offsets(shape, stride):

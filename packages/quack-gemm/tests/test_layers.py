@@ -1,6 +1,5 @@
 """Linear layers and MLPs against float64 and torch's own, forward and backward."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +9,9 @@ from torch import Tensor, nn
 
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from quack_core.gemm.activations import reference
-from quack_core.gemm.epilogue import AddVector, ColumnReduce, RowReduce
 from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import random
-from quack_gemm import autograd, fused, heuristic
+from quack_gemm import fused
 from quack_gemm.api import compute
 from quack_gemm.fused import (
     GATED,
@@ -26,7 +24,6 @@ from quack_gemm.fused import (
     gemm_rms,
 )
 from quack_gemm.layers import MLP, Linear, linear, linear_act, linear_gated, mlp
-from quack_gemm.spec import GemmSpec
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -232,97 +229,6 @@ def test_a_norm_in_two_gemms(shape: tuple[int, ...], device: str) -> None:
     assert torch.allclose(found.double(), wanted, rtol=2.0**-18, atol=2.0**-18)
     halved = gemm_norm_act(h, weight.mT.contiguous().mT, rstd, "swiglu")
     assert halved.shape == (*shape[:-1], 24)
-
-
-def reduced(name: str, x: Tensor, size: Tensor, over: int) -> tuple[Tensor, Tensor]:
-    """What a reduction of float64 values gives, and a bound of a float32 one's error.
-
-    Args:
-        size: of each value's terms, without their signs.
-    """
-    right, terms = {
-        "sum": (x.sum(over), size.sum(over)),
-        "sum_squares": (x.square().sum(over), 2 * size.square().sum(over)),
-        "max": (x.amax(over), size.amax(over)),
-        "lse": (x.logsumexp(over), size.amax(over) + 1),
-    }[name]
-    return right, 2.0**-18 * terms  # 64 products, each a rounding
-
-
-@pytest.mark.parametrize("op", [RowReduce, ColumnReduce])
-@pytest.mark.parametrize("size", [(150, 40), (150, 1001), (1, 136), (5, 8)])
-@pytest.mark.parametrize("name", ["sum", "sum_squares", "max", "lse"])
-def test_reductions(
-    name: str, size: tuple[int, int], op: type[RowReduce | ColumnReduce], device: str
-) -> None:
-    """What lies beyond M and N does not count, however the tiles lie."""
-    m, n = size
-    a, b = random((m, 64), BF16, device, seed=1), random((n, 64), BF16, device, seed=2).mT
-    bias = random((n,), F32, device, seed=3) + 3
-    steps = [(AddVector("float32"), (bias,)), (op(name), ())]
-    _, found = compute(a, b, steps, [BF16])
-    x = a.double() @ b.double() + bias.double()
-    size = a.double().abs() @ b.double().abs() + bias.double().abs()
-    right, allowed = reduced(name, x, size, -1 if op is RowReduce else -2)
-    assert found.dtype == F32 and found.shape == right.shape
-    assert ((found - right).abs() <= allowed).all()
-
-
-@pytest.mark.parametrize("batches", [(3, 3), (3, 0), (1, 1)])
-def test_reductions_of_batches(batches: tuple[int, int], device: str) -> None:
-    """Both at once, and D beside them."""
-    shapes = [(150, 64), (136, 64)]
-    a, b = (
-        random((count, *shape) if count else shape, BF16, device, seed=i)
-        for i, (count, shape) in enumerate(zip(batches, shapes, strict=True))
-    )
-    steps = [(RowReduce("sum"), ()), (ColumnReduce("lse"), ()), (ColumnReduce("max"), ())]
-    d, *found = compute(a, b.mT, steps, [F32])
-    x, size = a.double() @ b.mT.double(), a.double().abs() @ b.mT.double().abs()
-    assert d.shape == x.shape
-    for one, name, over in zip(found, ("sum", "lse", "max"), (-1, -2, -2), strict=True):
-        right, allowed = reduced(name, x, size, over)
-        assert one.shape == right.shape
-        assert ((one - right).abs() <= allowed).all()
-
-
-@pytest.mark.parametrize("op", [RowReduce, ColumnReduce])
-def test_every_configuration_reduces(op: type[RowReduce | ColumnReduce], cuda: str) -> None:
-    """Tiles of all shapes, swapped operands, ping-pong; the same bits again."""
-    m, n = 300, 552
-    a, b = random((m, 64), BF16, cuda, seed=1), random((n, 64), BF16, cuda, seed=2).mT
-    x, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    for name in ("sum", "lse"):
-        right, allowed = reduced(name, x, size, -1 if op is RowReduce else -2)
-        steps = [(op(name), ())]
-        spec = GemmSpec("bfloat16", "bfloat16", "bfloat16", epilogue=(op(name),))
-        for config in heuristic.candidates(spec):
-            _, found = compute(a, b, steps, [BF16], config=config)
-            assert ((found - right).abs() <= allowed).all(), config
-            assert_bitwise(compute(a, b, steps, [BF16], config=config)[1], found)
-
-
-@pytest.mark.parametrize("m,n,k", [(0, 16, 8), (16, 0, 8), (16, 8, 0)])
-def test_reductions_of_nothing(m: int, n: int, k: int, device: str) -> None:
-    """A sum of nothing is 0, and its logarithm -inf, as is the largest of nothing."""
-    a, b = (torch.ones(s, dtype=BF16, device=device) for s in ((m, k), (k, n)))
-    ops = [kind(name) for kind in (RowReduce, ColumnReduce) for name in ("sum", "max", "lse")]
-    _, *found = compute(a, b, [(op, ()) for op in ops], [BF16])
-    x = torch.zeros(m, n, device=device)
-    for one, op in zip(found, ops, strict=True):
-        over = -1 if isinstance(op, RowReduce) else -2
-        count = x.shape[over]
-        value = {"sum": 0.0, "max": 0.0 if count else -math.inf, "lse": math.log(count or 1)}
-        value |= {} if count else {"lse": -math.inf}
-        assert torch.allclose(one, torch.full_like(x.sum(over), value[op.name])), op
-
-
-def test_a_reduction_passes_opcheck(device: str) -> None:
-    a, b = random((2, 72, 64), BF16, device, seed=1), random((64, 136), BF16, device, seed=2)
-    steps = [(RowReduce("lse"), ()), (ColumnReduce("sum"), ())]
-    torch.library.opcheck(autograd.gemm_fwd, autograd.arguments(a, b, steps, [BF16], False))
-    found = compute(a.to("meta"), b.to("meta"), steps, [BF16])
-    assert [tuple(x.shape) for x in found] == [(2, 72, 136), (2, 72), (2, 136)]
 
 
 def test_the_gradient_of_a_bias_comes_with_that_of_an_activation(device: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quack_core import dtypes
 from quack_core.arch import SM90
-from quack_core.gemm.epilogue import REDUCTIONS, Kind, Vector, operands
+from quack_core.gemm.epilogue import PARTIALS, Kind, Vector, operands
 
 from .spec import GemmSpec
 
@@ -212,7 +212,7 @@ class GemmConfig:
             found += spec.cols(i, elements) * dtypes.width(name) // 8
         shared = Kind.COLUMN if self.swap else Kind.ROW
         numbers = sum(one.kind == shared for one in operands(spec.epilogue))
-        numbers += sum(WARPS * REDUCTIONS[one.name] for one in spec.reductions if self.down(one))
+        numbers += sum(WARPS * PARTIALS[one.name] for one in spec.reductions if self.down(one))
         return found + self.groups * numbers * 4 * self.tile_n
 
     def depth(self, spec: GemmSpec) -> int:
@@ -276,7 +276,7 @@ class GemmConfig:
     def _most_busy(self, spec: GemmSpec) -> int:
         """Sums of a thread that an epilogue leaves registers for; 0 if it takes none to speak of."""
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
-        online = any(REDUCTIONS[one.name] > 1 for one in spec.reductions)
+        online = any(PARTIALS[one.name] > 1 for one in spec.reductions)
         if online or (spec.reductions and self.swap):
             return MOST_ONLINE_SUMS
         return MOST_BUSY_SUMS if tiles or spec.reductions else 0

@@ -74,7 +74,8 @@ def forward(
         raise
     if partials is None:
         return outputs
-    ways = ["sum" if one.name == "sum_squares" else one.name for one in spec.reductions]
+    summed = ("sum_squares", "select")
+    ways = ["sum" if one.name in summed else one.name for one in spec.reductions]
     return outputs + [reference.reduce(w, x) for w, x in zip(ways, partials, strict=True)]
 
 

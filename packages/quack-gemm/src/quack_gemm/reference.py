@@ -47,7 +47,7 @@ def forward(
         if op.aux:
             outputs.append(_separate(x) if turned else x)
         if op.reduces:
-            found = reduce(op.reduces.name, x, dim(op.reduces))
+            found = reduce(op.reduces.name, x, dim(op.reduces), *given)
             reduced.append(found if kind == torch.float64 else found.float())
     outputs.insert(0, _separate(x) if turned else x)
     results: list[Tensor] = []
@@ -62,8 +62,17 @@ def dim(vector: Vector) -> int:
     return -1 if vector.kind == Kind.COLUMN else -2
 
 
-def reduce(name: str, x: Tensor, over: int = -1) -> Tensor:
-    """Over a dimension; -inf is the largest of nothing."""
+def reduce(name: str, x: Tensor, over: int = -1, index: Tensor | None = None) -> Tensor:
+    """Over a dimension; -inf is the largest of nothing.
+
+    Args:
+        index: of "select": places in that dimension, in which its own size is 1; 0 where there is none.
+    """
+    if name == "select" and index is not None and x.shape[over]:
+        size = x.shape[over]
+        at = index.long().clamp(0, size - 1).expand(*x.shape[: x.dim() - 2], *index.shape[-2:])
+        found = torch.where((index >= 0) & (index < size), x.gather(over, at), 0)
+        return found.squeeze(over)
     if name in ("max", "lse") and x.shape[over] == 0:
         return x.sum(over) - math.inf
     if name == "max":
@@ -77,7 +86,7 @@ def _broadcast(operand: Any, what: Kind, kind: torch.dtype, turned: bool, concat
     """An operand so that it broadcasts against D."""
     if what == Kind.SCALAR:
         return operand
-    value = operand.to(kind)
+    value = operand.to(kind) if operand.is_floating_point() else operand
     if what == Kind.ROW:
         value = value.unsqueeze(-2)
         return _interleaved(value) if turned else value

@@ -23,10 +23,11 @@ from typing import Any, ClassVar
 
 from quack_core.errors import DTypeError
 
-from .op import REDUCTIONS, Keep, Kind, Op, Operand, Vector, doubles, halves, operands
+from .op import PARTIALS, REDUCTIONS, Keep, Kind, Op, Operand, Vector, doubles, halves, operands
 
 __all__ = [
     "ACTIVATIONS",
+    "PARTIALS",
     "REDUCTIONS",
     "Activation",
     "ActivationGrad",
@@ -41,6 +42,8 @@ __all__ = [
     "Operand",
     "RowReduce",
     "Scale",
+    "SelectColumn",
+    "SelectRow",
     "StoreAux",
     "Vector",
     "doubles",
@@ -272,7 +275,7 @@ class RowReduce(Keep):
     name: str
 
     def __post_init__(self) -> None:
-        Vector(self.name, Kind.COLUMN)
+        _check_reduction(self.name)
 
     @property
     def reduces(self) -> Vector | None:
@@ -290,11 +293,54 @@ class ColumnReduce(Keep):
     name: str
 
     def __post_init__(self) -> None:
-        Vector(self.name, Kind.ROW)
+        _check_reduction(self.name)
 
     @property
     def reduces(self) -> Vector | None:
         return Vector(self.name, Kind.ROW)
+
+
+@dataclass(frozen=True)
+class SelectColumn(Keep):
+    """x, of which one value of each row is given as well, that of a column: float32 (M,) or (L, M).
+
+    So a row's target logit is found beside its ``RowReduce("lse")``. Where the index is no column, such
+    as -100, the value is 0.
+
+    Args:
+        dtype: of the index, a number for each row: "int64" or "int32".
+    """
+
+    dtype: str = "int64"
+    batched: bool = False
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("index", Kind.COLUMN, self.dtype, self.batched),)
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector("select", Kind.COLUMN)
+
+
+@dataclass(frozen=True)
+class SelectRow(Keep):
+    """x, of which one value of each column is given as well, that of a row: float32 (N,) or (L, N).
+
+    Args:
+        dtype: of the index, a number for each column; the rest as of ``SelectColumn``.
+    """
+
+    dtype: str = "int64"
+    batched: bool = False
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("index", Kind.ROW, self.dtype, self.batched),)
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector("select", Kind.ROW)
 
 
 ACTIVATIONS = (
@@ -309,6 +355,11 @@ ACTIVATIONS = (
     "quick_gelu",
 )
 """Names of activation functions."""
+
+
+def _check_reduction(name: str) -> None:
+    if name not in REDUCTIONS:
+        raise ValueError(f"name={name!r}: must be one of {', '.join(REDUCTIONS)}")
 
 
 def _check_activation(name: str) -> None:

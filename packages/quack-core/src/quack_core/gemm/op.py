@@ -27,7 +27,7 @@ class Vector:
     """What an op gives beside D: a float32 number for each row of D, or for each column.
 
     Args:
-        name: one of ``REDUCTIONS``: how values of a row, or of a column, become one.
+        name: one of ``PARTIALS``: how values of a row, or of a column, become one.
         kind: ``COLUMN`` for (M,) or (L, M), a number for each row; ``ROW`` for (N,) or (L, N).
     """
 
@@ -35,13 +35,15 @@ class Vector:
     kind: Kind
 
     def __post_init__(self) -> None:
-        if self.name not in REDUCTIONS:
-            raise ValueError(f"name={self.name!r}: must be one of {', '.join(REDUCTIONS)}")
+        if self.name not in PARTIALS:
+            raise ValueError(f"name={self.name!r}: must be one of {', '.join(PARTIALS)}")
 
 
-REDUCTIONS = {"sum": 1, "sum_squares": 1, "max": 1, "lse": 2}
-"""Ways to make one number of many, and how many float32 numbers a partial result has; "lse" is the
-logarithm of the sum of exponentials."""
+REDUCTIONS = ("sum", "sum_squares", "max", "lse")
+"""Ways to make one number of many; "lse" is the logarithm of the sum of exponentials."""
+PARTIALS = {"sum": 1, "sum_squares": 1, "max": 1, "lse": 2, "select": 1}
+"""How many float32 numbers a partial result has; "select" is the value where the op's operand, an index,
+says, and 0 where that is outside."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Operand:
     Args:
         name: for messages.
         kind: what it is.
-        dtype: torch's name; of scalars "float32".
+        dtype: torch's name; of scalars "float32". ``apply`` gets float32 numbers, of a row or column
+            of integers int32 ones.
         batched: there is one for each matrix of a batch.
     """
 

@@ -28,7 +28,7 @@ class Ends(NamedTuple):
 
     Args:
         operands: of its ops, in order.
-        shared_rows: float32 (columns of a tile, row operands, warpgroups), or None.
+        shared_rows: of 32 bits (columns of a tile, row operands, warpgroups), or None.
         sinks: what is stored, as ``GemmSpec.sinks`` lists it.
         reduced: what rows and columns are reduced to, as ``GemmSpec.reductions`` lists it, of each
             tile: (M or N, tiles) or (L, M or N, tiles); or None.
@@ -157,14 +157,12 @@ class TileEpilogue:
                 number = turn * self.pieces + p
             buffer = who.group * self.buffers + number % self.buffers
             pending = const_expr(self.buffers * len(ends.sinks) - 1)
-            for which, values in visit.outputs(
-                self.spec.epilogue,
-                [sums[p * per_piece + i] for i in range(per_piece)],
-                functools.partial(_value, given),
-            ):
+            mine = [sums[p * per_piece + i] for i in range(per_piece)]
+            operand = functools.partial(_value, given)
+            for which, values in visit.outputs(self.spec.epilogue, mine, operand):
                 if const_expr(which < 0):
                     so_far = self.vectors.add(
-                        -which - 1, so_far, values, part, sizes, ends.shared_columns, who
+                        -which - 1, so_far, values, part, sizes, operand, ends.shared_columns, who
                     )
                 for sink in self._sinks(ends, which):
                     store.store_piece(
@@ -184,7 +182,7 @@ class TileEpilogue:
             number = 0
             for i in cutlass.range_constexpr(len(self.operands)):
                 if const_expr(self.kind(self.operands[i]) == Kind.ROW):
-                    target = ends.shared_rows[None, number, who.group]
+                    target = _row(ends.shared_rows, number, who, held[i].element_type)
                     fragment.share_row(held[i], target, who.thread)
                     number += 1
             barrier.sync_numbered(STORE + who.group, WARPGROUP)
@@ -200,7 +198,7 @@ class TileEpilogue:
             kind, values = self.kind(operand), held[i]
             if kind == Kind.ROW:
                 start = part.inside * self.cols + fragment.first_col(who.thread)
-                shared = ends.shared_rows[None, number, who.group]
+                shared = _row(ends.shared_rows, number, who, held[i].element_type)
                 values = fragment.read_row(shared, start, self.cols)
                 number += 1
             elif kind == Kind.COLUMN:
@@ -215,6 +213,13 @@ class TileEpilogue:
                 values = [half.load().to(Float32) for half in both]
             given.append((kind, values))
         return given
+
+
+def _row(
+    shared: cute.Tensor, number: int, who: Worker, dtype: type[cutlass.Numeric]
+) -> cute.Tensor:
+    """A warpgroup's row operand in shared memory."""
+    return cute.recast_tensor(shared[None, number, who.group], dtype)
 
 
 def _value(given: list[tuple], which: int, i: int) -> Float32:

@@ -3,11 +3,11 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import barrier
-from quack_core.gemm.epilogue import REDUCTIONS
-from quack_core.gemm.sm90 import columns, rows
+from quack_core.gemm.epilogue import PARTIALS
+from quack_core.gemm.sm90 import columns, fragment, rows
 from quack_core.reduction.tiling import WARP
 
 from ..config import WARPGROUP, WARPS, GemmConfig
@@ -26,13 +26,18 @@ class TileVectors:
         self.config, self.cols = config, config.piece_cols(spec)
         self.names = [one.name for one in spec.reductions]
         self.down = [config.down(one) for one in spec.reductions]
+        before, self.index = 0, []
+        for op in spec.epilogue:
+            if op.reduces:
+                self.index.append(before if op.reduces.name == "select" else None)
+            before += len(op.operands)
 
     def allocate(self, smem: cutlass.memory.SmemAllocator) -> list[cute.Tensor | None]:
         """Room for those over rows: (columns of a tile, warps, numbers, warpgroups), or None."""
         return [
             smem.allocate_tensor(
                 Float32,
-                cute.make_layout((self.config.tile_n, WARPS, REDUCTIONS[name], self.config.groups)),
+                cute.make_layout((self.config.tile_n, WARPS, PARTIALS[name], self.config.groups)),
                 byte_alignment=16,
             )
             if down
@@ -46,17 +51,32 @@ class TileVectors:
         return [None if down else rows.neutral(name) for name, down in found]
 
     def add(
-        self, which: int, so_far, values, part: Part, sizes: Sizes, shared, who: Worker
+        self, which: int, so_far, values, part: Part, sizes: Sizes, operand, shared, who: Worker
     ) -> list:
-        """Partial results with the values of a part, for reduction number ``which``."""
+        """Partial results with the values of a part, for reduction number ``which``.
+
+        Args:
+            operand: gives operand number i of the epilogue for sum number j.
+        """
         found, name = list(so_far), self.names[which]
+        counts = [self._counts(which, i, part, sizes, operand) for i in range(len(values))]
         if self.down[which]:
             place = shared[which][None, None, None, who.group]
             col, first = part.inside * self.cols, part.atom == 0
-            columns.collect(name, values, place, part.row, sizes.rows, col, who.thread, first)
+            columns.collect(name, values, counts, place, col, who.thread, first)
         else:
-            found[which] = rows.add(name, so_far[which], values, part.col, sizes.cols)
+            found[which] = rows.add(name, so_far[which], values, counts)
         return found
+
+    def _counts(self, which: int, i: int, part: Part, sizes: Sizes, operand) -> Boolean:
+        """Whether a reduction counts the thread's value number i."""
+        below, beside = fragment.offset(i)
+        at, end = part.col + beside, sizes.cols
+        if self.down[which]:
+            at, end = part.row + below, sizes.rows
+        if self.index[which] is None:
+            return at < end
+        return at == _inside(operand(self.index[which], i), end)
 
     @cute.jit
     def store_rows(self, so_far, targets, part: Part, tile: Place, sizes: Sizes, who: Worker):
@@ -102,3 +122,9 @@ class TileVectors:
                         who.thread,
                     )
             barrier.sync_numbered(number, WARPGROUP)  # and all have read
+
+
+@cute.jit
+def _inside(index: Int32, end: Int32) -> Int32:
+    """An index, or where that is beyond the end one that nothing has."""
+    return index if index < end else Int32(-1)

@@ -6,13 +6,13 @@ shared memory: each has a place of its own there, so that all is added in a fixe
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device.reduce import Partial, combine_tree
 from quack_core.reduction.tiling import WARP
 
 from . import partials
-from .fragment import BLOCK, PAIR, ROW_STEP, WARPGROUP, first_col, place
+from .fragment import BLOCK, PAIR, WARPGROUP, first_col, place
 from .partials import OPERATIONS
 
 LANES = 8
@@ -22,18 +22,17 @@ WARPS = 4
 """Of a warpgroup."""
 
 
-def of_threads(name: str, values: list[Float32], row: Int32, rows: Int32) -> list[Partial]:
+def of_threads(name: str, values: list[Float32], counts: list[Boolean]) -> list[Partial]:
     """Of each column that a thread has of a part.
 
     Args:
         values: in the order of the thread's sums.
-        row: of the thread's first sum, in D.
-        rows: of D: what lies beyond does not count.
+        counts: which of them count: those in D at least.
     """
     found = []
     for col in range(max(place(i)[1] for i in range(len(values))) + 1):
         mine = [
-            partials.counted(name, value, row + place(i)[0] * ROW_STEP < rows)
+            partials.counted(name, value, counts[i])
             for i, value in enumerate(values)
             if place(i)[1] == col
         ]
@@ -78,9 +77,8 @@ def first_kept(lane: Int32, columns: int) -> Int32:
 def collect(
     name: cutlass.Constexpr[str],
     values: list[Float32],
+    counts: list[Boolean],
     shared: cute.Tensor,
-    row: Int32,
-    rows: Int32,
     col: Int32,
     thread: Int32,
     first: cutlass.Constexpr[bool],
@@ -90,14 +88,12 @@ def collect(
     Threads: a warpgroup.
 
     Args:
-        values: in the order of the thread's sums.
+        values, counts: as of ``of_threads``.
         shared: float32 (columns of the tile, warps, numbers of a partial result).
-        row: of the thread's first sum, in D.
-        rows: of D.
         col: first column of the part, in the tile.
         first: nothing was found before in these columns.
     """
-    of_columns = of_threads(name, values, row, rows)
+    of_columns = of_threads(name, values, counts)
     count, lane, warp = const_expr(len(of_columns)), thread % WARP, thread // WARP
     found = of_warp(name, of_columns, lane)
     start, apart = first_kept(lane, count), const_expr(max(1, LANES // count))

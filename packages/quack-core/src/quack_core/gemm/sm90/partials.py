@@ -22,8 +22,9 @@ OPERATIONS: dict[str, Reduction] = {
     "sum_squares": SUM,
     "max": MAX,
     "lse": ONLINE_SOFTMAX,
+    "select": SUM,
 }
-"""By the names of `quack_core.gemm.op.REDUCTIONS`."""
+"""By the names of `quack_core.gemm.op.PARTIALS`."""
 
 
 def of_values(name: str, values: list[Float32]) -> Partial:

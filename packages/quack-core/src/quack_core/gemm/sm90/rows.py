@@ -2,12 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from quack_core.device.reduce import Partial, lanes_reduce
 
 from . import partials
-from .fragment import BLOCK, PAIR, ROW_STEP, ROWS, place
+from .fragment import ROW_STEP, ROWS, place
 from .partials import OPERATIONS
 
 LANES = 4
@@ -20,19 +20,18 @@ def neutral(name: str) -> list[Partial]:
 
 
 def add(
-    name: str, before: list[Partial], values: list[Float32], col: Int32, cols: Int32
+    name: str, before: list[Partial], values: list[Float32], counts: list[Boolean]
 ) -> list[Partial]:
     """Partial results with the thread's values of a part added.
 
     Args:
         values: in the order of the thread's sums.
-        col: of the thread's first sum, in D.
-        cols: of D: what lies beyond does not count.
+        counts: which of them count: those in D at least.
     """
     found = []
     for row in range(ROWS):
         mine = [
-            partials.counted(name, value, col + place(i)[1] // PAIR * BLOCK + i % PAIR < cols)
+            partials.counted(name, value, counts[i])
             for i, value in enumerate(values)
             if place(i)[0] == row
         ]
