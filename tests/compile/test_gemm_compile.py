@@ -21,6 +21,7 @@ from quack_core.gemm.epilogue import (
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     Op,
     RowReduce,
     Scale,
@@ -92,6 +93,10 @@ EPILOGUES = [
     (fused(SelectRow("int32"), AddVector(BF16)), WIDE),
     (fused(ColumnReduce("sum_squares"), d_major="column"), GemmConfig(192, 144, 1, 1)),
     (fused(GateGrad("silu", BF16)), WIDE),
+    (fused(Mirror()), WIDE),
+    (fused(Scale(), AddC(BF16, Kind.SCALAR), Mirror(), a_batched=True, b_batched=True), WIDE),
+    (GemmSpec(BF16, BF16, F32, "column", "row", epilogue=(Mirror(),)), PINGPONG),
+    (fused(Mirror()), GemmConfig(128, 128, 1, 1, split_k=2)),
     (GemmSpec(E4M3, E4M3, BF16, epilogue=SCALES), GemmConfig(128, 160, 2, 1)),
 ]
 CASES = [*PRODUCTS, *EPILOGUES]

@@ -48,6 +48,7 @@ def test_gemm_exports_exactly_the_promised_names(fresh_python):
         "gemm_gated",
         "gemm_norm_act",
         "gemm_rms",
+        "gemm_symmetric",
         "linear",
         "linear_act",
         "linear_gated",
@@ -169,6 +170,7 @@ outcomes = {{
     "gemm_rms": (
         quack_gemm.gemm_rms(half, half.T)[1], (product.square().mean(-1) + 1e-6).rsqrt()
     ),
+    "gemm_symmetric": (quack_gemm.gemm_symmetric(half), product.bfloat16()),
     "gemm_norm_act": (
         quack_gemm.gemm_norm_act(half, half.T, torch.full((5,), 0.5)), (product * 0.5).bfloat16()
     ),

@@ -13,6 +13,7 @@ from quack_core.gemm.epilogue import (
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     RowReduce,
     Scale,
     StoreAux,
@@ -371,6 +372,20 @@ def row_bytes(spec: GemmSpec, cols: int) -> list[int]:
 def test_sums_that_would_spill(spec: GemmSpec, config: GemmConfig) -> None:
     with pytest.raises(ValueError, match=f"{config.accumulators} sums per thread"):
         config.check(spec)
+
+
+def test_half_of_a_symmetric_product_is_made_of_squares() -> None:
+    spec = fused(Mirror())
+    for config in (GemmConfig(), GemmConfig(256, 128, 1, 2), GemmConfig(128, 128, 1, 1, split_k=2)):
+        config.check(spec)
+        twice = config.groups * config.buffers(spec) * 64 * config.piece_cols(spec) * 2 * 2
+        came = (config.split_k - 1) * config.tile_m * config.tile_n * 4 // config.shares(spec)
+        assert config.store_bytes(spec) == twice + came
+        assert 64 % config.piece_cols(spec) == 0  # a block of 64 rows is a whole number of parts
+    with pytest.raises(ValueError, match="those have 128 rows and 256 columns"):
+        GemmConfig(128, 256, 1, 1).check(spec)
+    with pytest.raises(ValueError, match="computed without swap"):
+        GemmConfig(128, 128, 1, 1, swap=True).check(spec)
 
 
 def test_loads_are_shared_in_whole_swizzles() -> None:

@@ -79,6 +79,7 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
     "gemm_dgated": lambda m: ("gemm_dgated", (t(m, 64), t(64, 128), t(m, 256), "swiglu"), {}),
     "gemm_add": lambda m: ("gemm_add", (t(m, 64), t(64, 136), t(m, 136)), {}),
     "gemm_rms": lambda m: ("gemm_rms", (t(m, 64), t(64, 136)), {"c": t(m, 136)}),
+    "gemm_symmetric": lambda m: ("gemm_symmetric", (t(m, 64),), {"c": t(m, m), "beta": 0.5}),
     "gemm_norm_act": lambda m: (
         "gemm_norm_act",
         (t(m, 64), t(136, 64).mT, t(m, dtype=F32), "silu"),

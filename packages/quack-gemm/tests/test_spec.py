@@ -15,6 +15,7 @@ from quack_core.gemm.epilogue import (
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     Op,
     RowReduce,
     Scale,
@@ -98,6 +99,31 @@ def test_reductions() -> None:
     for reduce in (RowReduce, ColumnReduce):
         with pytest.raises(ValueError, match="name='mean': must be one of sum, sum_squares"):
             reduce("mean")
+
+
+@pytest.mark.parametrize(
+    ("ops", "found"),
+    [
+        ((Mirror(), Scale()), "Scale behind an op that mirrors D"),
+        ((Mirror(), Mirror()), "Mirror behind an op that mirrors D"),
+        ((AddVector(B), Mirror()), "AddVector beside"),
+        ((Scale(Kind.COLUMN), Mirror()), "Scale beside"),
+        ((GATE, Mirror()), "Gate beside"),
+        ((GATE_GRAD, Mirror()), "GateGrad beside"),
+        ((StoreAux(B), Mirror()), "StoreAux beside"),
+        ((RowReduce("sum"), Mirror()), "RowReduce beside"),
+    ],
+)
+def test_halves_that_would_differ(ops: tuple[Op, ...], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        fused(*ops)
+
+
+def test_a_symmetric_product_is_stored_twice() -> None:
+    spec = fused(Scale(), AddC(B, Kind.SCALAR), Activation("relu"), Mirror())
+    assert spec.symmetric and spec.sinks == ((0, "plain"), (0, "mirror"))
+    assert spec.outputs == (B,)
+    assert not fused(Scale()).symmetric
 
 
 def test_doubled_columns_take_any_b() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quack_gemm.fused import gemm_gated as gemm_gated
     from quack_gemm.fused import gemm_norm_act as gemm_norm_act
     from quack_gemm.fused import gemm_rms as gemm_rms
+    from quack_gemm.fused import gemm_symmetric as gemm_symmetric
     from quack_gemm.layers import MLP as MLP
     from quack_gemm.layers import Linear as Linear
     from quack_gemm.layers import linear as linear
@@ -38,6 +39,7 @@ _HOME = {
     "gemm_gated": "quack_gemm.fused",
     "gemm_norm_act": "quack_gemm.fused",
     "gemm_rms": "quack_gemm.fused",
+    "gemm_symmetric": "quack_gemm.fused",
     "linear": "quack_gemm.layers",
     "linear_act": "quack_gemm.layers",
     "linear_gated": "quack_gemm.layers",
@@ -58,6 +60,7 @@ __all__ = [
     "gemm_gated",
     "gemm_norm_act",
     "gemm_rms",
+    "gemm_symmetric",
     "linear",
     "linear_act",
     "linear_gated",

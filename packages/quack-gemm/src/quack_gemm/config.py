@@ -209,7 +209,7 @@ class GemmConfig:
         elements = self.groups * self._buffers(cols) * ATOM_M * cols
         found = (self.split_k - 1) * self.tile_m * self.tile_n * 4 // self._shares(cols)
         for i, name in enumerate(spec.outputs):
-            found += spec.cols(i, elements) * dtypes.width(name) // 8
+            found += spec.cols(i, elements) * dtypes.width(name) // 8 * (1 + spec.symmetric)
         shared = Kind.COLUMN if self.swap else Kind.ROW
         numbers = sum(one.kind == shared for one in operands(spec.epilogue))
         numbers += sum(WARPS * PARTIALS[one.name] for one in spec.reductions if self.down(one))
@@ -237,6 +237,12 @@ class GemmConfig:
             raise ValueError(f"{self}: rows and columns are reduced without split_k")
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
+        side = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
+        if spec.symmetric and (self.swap or side[0] != side[1]):
+            raise ValueError(
+                f"{self}: half of a symmetric D is computed without swap, in square clusters; those "
+                f"have {side[0]} rows and {side[1]} columns"
+            )
         blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load
         if spec.gated and blocks % self.cluster_m and self.cluster_m % blocks:
             raise ValueError(

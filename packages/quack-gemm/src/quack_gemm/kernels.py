@@ -32,6 +32,7 @@ OPERATORS = (
     "gemm_gated",
     "gemm_norm_act",
     "gemm_rms",
+    "gemm_symmetric",
     "linear",
     "linear_act",
     "linear_gated",
@@ -119,6 +120,7 @@ gemm_dgated = functools.partial(_kernels, fused.gemm_dgated)
 gemm_gated = functools.partial(_kernels, fused.gemm_gated)
 gemm_norm_act = functools.partial(_kernels, fused.gemm_norm_act)
 gemm_rms = functools.partial(_kernels, fused.gemm_rms)
+gemm_symmetric = functools.partial(_kernels, fused.gemm_symmetric)
 linear = functools.partial(_kernels, layers.linear)
 linear_act = functools.partial(_kernels, layers.linear_act)
 linear_gated = functools.partial(_kernels, layers.linear_gated)

@@ -45,6 +45,7 @@ class GemmSpec:
         if dtypes.width(self.a) == 8 and (self.a_major, self.b_major) != ("row", "column"):
             raise ValueError("8-bit operands: a must be row-major, b column-major")
         epi.halves(self.epilogue)
+        epi.mirrors(self.epilogue)
         if self.concat and not (self.gated or self.doubled):
             raise ValueError("concat needs an epilogue that takes or gives pairs")
         if self.gated and self.b_major != "column":
@@ -78,6 +79,11 @@ class GemmSpec:
     def gated(self) -> bool:
         """Whether D has half as many columns as B."""
         return epi.halves(self.epilogue)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether D is stored twice, also with rows and columns exchanged, and half of it computed."""
+        return epi.mirrors(self.epilogue)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -121,6 +127,8 @@ class GemmSpec:
         for i, paired in enumerate(self.paired):
             forms = ("gates", "ups") if self.concat else ("pairs",)
             found += [(i, form) for form in (forms if paired else ("plain",))]
+        if self.symmetric:
+            found.append((0, "mirror"))
         return tuple(found)
 
     @property

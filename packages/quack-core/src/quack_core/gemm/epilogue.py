@@ -23,7 +23,19 @@ from typing import Any, ClassVar
 
 from quack_core.errors import DTypeError
 
-from .op import PARTIALS, REDUCTIONS, Keep, Kind, Op, Operand, Vector, doubles, halves, operands
+from .op import (
+    PARTIALS,
+    REDUCTIONS,
+    Keep,
+    Kind,
+    Op,
+    Operand,
+    Vector,
+    doubles,
+    halves,
+    mirrors,
+    operands,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -38,6 +50,7 @@ __all__ = [
     "GateGrad",
     "Keep",
     "Kind",
+    "Mirror",
     "Op",
     "Operand",
     "RowReduce",
@@ -48,6 +61,7 @@ __all__ = [
     "Vector",
     "doubles",
     "halves",
+    "mirrors",
     "operands",
 ]
 
@@ -341,6 +355,23 @@ class SelectRow(Keep):
     @property
     def reduces(self) -> Vector | None:
         return Vector("select", Kind.ROW)
+
+
+@dataclass(frozen=True)
+class Mirror(Keep):
+    """x on and below the diagonal, and above it the x on the other side of it.
+
+    For a product that is symmetric, such as of a matrix and its transpose: half of it is not computed.
+    What is added to it is symmetric as well.
+    """
+
+    mirrors: ClassVar[bool] = True
+
+    def reference(self, x: Any, *operands: Any) -> Any:
+        import torch
+
+        lower = torch.ones_like(x, dtype=torch.bool).tril()
+        return torch.where(lower, x, x.mT)
 
 
 ACTIVATIONS = (

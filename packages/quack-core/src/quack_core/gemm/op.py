@@ -71,12 +71,14 @@ class Op:
         operands: what it reads beside the value itself, in the order of ``apply``'s arguments.
         pairs: ``apply`` takes two values, of gate and up, and gives one: D has half as many columns.
         splits: ``apply`` gives two values, of gate and up: D has twice as many columns.
+        mirrors: D is symmetric: below its diagonal it is computed, and above that it is a copy.
         aux: dtype of a copy of the value that is stored as well, as it is here; None for none.
         reduces: the vector that it makes of the value, as it is here; None for none.
     """
 
     pairs: ClassVar[bool] = False
     splits: ClassVar[bool] = False
+    mirrors: ClassVar[bool] = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -124,6 +126,27 @@ def halves(epilogue: tuple[Op, ...]) -> bool:
 def doubles(epilogue: tuple[Op, ...]) -> bool:
     """Whether D has twice as many columns as the product."""
     return any(op.splits for op in epilogue)
+
+
+def mirrors(epilogue: tuple[Op, ...]) -> bool:
+    """Whether only one half of D is computed, and stored twice.
+
+    Raises:
+        ValueError: that is not said last, or the two halves would differ.
+    """
+    if not any(op.mirrors for op in epilogue):
+        return False
+    *others, last = epilogue
+    if not last.mirrors or any(op.mirrors for op in others):
+        raise ValueError(f"{type(last).__name__} behind an op that mirrors D: that one comes last")
+    for op in others:
+        kinds = {one.kind for one in op.operands} & {Kind.ROW, Kind.COLUMN}
+        if kinds or op.pairs or op.splits or op.aux or op.reduces:
+            raise ValueError(
+                f"{type(op).__name__} beside an op that mirrors D: there are no vectors, no pairs and "
+                "no copies, nor is anything reduced"
+            )
+    return True
 
 
 def operands(epilogue: tuple[Op, ...]) -> tuple[Operand, ...]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import barrier
 from quack_core.gemm import epilogue as epi
@@ -165,9 +165,9 @@ class TileEpilogue:
                         -which - 1, so_far, values, part, sizes, operand, ends.shared_columns, who
                     )
                 for sink in self._sinks(ends, which):
-                    store.store_piece(
-                        sink, values, buffer, place, pending, STORE + who.group, who.thread
-                    )
+                    wanted = self._wanted(sink.form, place)
+                    turn_of = (buffer, place, pending, STORE + who.group, who.thread)
+                    store.store_piece(sink, values, *turn_of, wanted)
             if const_expr(p % per_atom == per_atom - 1):
                 self.vectors.store_rows(so_far, ends.reduced, part, tile, sizes, who)
         self.vectors.store_columns(
@@ -190,6 +190,14 @@ class TileEpilogue:
     def _sinks(self, ends: Ends, which: int) -> list[store.Sink]:
         """What is stored of output number ``which``."""
         return [ends.sinks[i] for i, (output, _) in enumerate(self.spec.sinks) if output == which]
+
+    def _wanted(self, form: store.Form, place: tuple) -> Boolean | bool:
+        """Whether a part is stored: of a symmetric D those on and below the diagonal of blocks of 64
+        rows and columns, and those below it once more."""
+        if not self.spec.symmetric:
+            return True
+        row, col = place[0], place[1] * self.cols // ATOM_M
+        return col < row if form == store.Form.MIRROR else col <= row
 
     def _given(self, ends: Ends, held, part: Part, tile: Place, who: Worker) -> list:
         """Each operand's values for a part, as ``_value`` takes them."""

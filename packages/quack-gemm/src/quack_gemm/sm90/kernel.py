@@ -89,7 +89,10 @@ class GemmSm90:
 
         down = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
         across = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        tile_order = order.make(down, across, rows_cols[2], config.group)
+        if const_expr(spec.symmetric):
+            tile_order = order.make_lower(down, rows_cols[2], config.group)
+        else:
+            tile_order = order.make(down, across, rows_cols[2], config.group)
         clusters = cutlass.min(tile_order.total, max_clusters)
         self.kernel(
             mma,
@@ -129,6 +132,8 @@ class GemmSm90:
         """The columns of an output that a sink stores."""
         if form in (Form.GATES, Form.UPS):
             return views.half(out, int(form == Form.UPS))
+        if form == Form.MIRROR:
+            return views.transposed(out)
         return out
 
     def _mma(
@@ -156,7 +161,7 @@ class GemmSm90:
         stores,
         operands,
         sizes: Sizes,
-        tile_order: order.Order,
+        tile_order: order.Order | order.Lower,
         reduced,
     ):
         # --- coordinates
@@ -212,18 +217,7 @@ class GemmSm90:
             ends = Ends(operands, shared_rows, outs, reduced, shared_columns)
             who = Worker(group - 1, tid % WARPGROUP)
             self._compute(
-                mma,
-                sA,
-                sB,
-                ends,
-                barriers,
-                sizes,
-                tile_order,
-                inbox,
-                at,
-                work,
-                clusters,
-                who,
+                mma, sA, sB, ends, barriers, sizes, tile_order, inbox, at, work, clusters, who
             )
 
     def _stages(self, smem, dtype, layout):
@@ -267,7 +261,8 @@ class GemmSm90:
         first, count = Int32(0), sizes.steps
         if const_expr(self.config.split_k > 1):
             first, count = split.part(at.part, self.config.split_k, sizes.steps)
-        row, col, matrix = order.locate(tile_order, work, self.config.group)
+        locate = const_expr(order.locate_lower if self.spec.symmetric else order.locate)
+        row, col, matrix = locate(tile_order, work, self.config.group)
         row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
         return Place(row, col, matrix), first, count
 
