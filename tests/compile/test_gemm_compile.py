@@ -39,7 +39,7 @@ ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
 
 WIDE = GemmConfig(128, 256, 2, 1)
 PINGPONG = GemmConfig(128, 128, 1, 1, pingpong=True)
-NARROW = GemmConfig(128, 96, 1, 1, pingpong=True)
+NARROW = GemmConfig(64, 192, 1, 1, pingpong=True)
 FEW_ROWS = GemmConfig(128, 64, 1, 1, swap=True)
 
 
@@ -87,6 +87,7 @@ EPILOGUES = [
     (fused(RowReduce("max")), FEW_ROWS),
     (fused(ActivationGrad("gelu_tanh", BF16), ColumnReduce("sum")), WIDE),
     (fused(ColumnReduce("lse"), RowReduce("lse"), a_batched=True), NARROW),
+    (fused(ColumnReduce("lse")), GemmConfig(128, 64, 1, 1, pingpong=True)),
     (fused(ColumnReduce("max")), FEW_ROWS),
     (fused(RowReduce("lse"), SelectColumn()), GemmConfig(128, 224, 2, 1)),
     (fused(SelectColumn("int32"), SelectRow()), FEW_ROWS),

@@ -74,7 +74,7 @@ def most(spec: GemmSpec, config: GemmConfig) -> int:
         return {1: 96, 2: 96, 3: 64}[config.groups] if config.atoms == 1 else 0
     kinds = [operand.kind for op in spec.epilogue for operand in op.operands]
     if any(one.name == "lse" for one in spec.reductions):
-        return 112
+        return {1: 112, 2: 64}[config.atoms]
     return 160 if spec.reductions or Kind.TILE in kinds or Kind.PAIRS in kinds else 192
 
 
@@ -333,6 +333,7 @@ def suits(spec: GemmSpec, cols: int) -> bool:
     holds = len(spec.outputs) > 1 or any(
         one.kind in (Kind.TILE, Kind.PAIRS) for one in operands(spec.epilogue)
     )
+    holds = holds or any(one.name == "lse" for one in spec.reductions)
     least = min(spec.cols(i, cols) for i in range(len(spec.outputs)))
     most = max(row_bytes(spec, cols))
     return least >= 16 and cols <= (32 if holds else 128) and most <= SWIZZLE_BYTES
@@ -365,6 +366,7 @@ def row_bytes(spec: GemmSpec, cols: int) -> list[int]:
         (GemmSpec(E, E, B), GemmConfig(192, 160, 1, 1)),
         (fused(ActivationGrad("silu", B)), GemmConfig(128, 192, 1, 1, pingpong=True)),
         (fused(ColumnReduce("lse")), GemmConfig(128, 256, 1, 1)),
+        (fused(RowReduce("lse")), GemmConfig(256, 96, 1, 1)),
         (fused(RowReduce("sum")), GemmConfig(128, 256, 1, 1, swap=True)),
     ],
     ids=named,

@@ -27,8 +27,9 @@ MOST_SUMS = {1: 192, 2: 192, 3: 96}
 """Sums of a thread, by the warpgroups that multiply: more spill."""
 MOST_BUSY_SUMS = 160
 """The same beside an epilogue that reads whole tiles or reduces them."""
-MOST_ONLINE_SUMS = 112
-"""The same beside a reduction with two numbers, or with operands swapped beside any."""
+MOST_ONLINE_SUMS = {1: 112, 2: 64}
+"""The same beside a reduction with two numbers, or with operands swapped beside any; by the instructions
+of 64 rows of a warpgroup."""
 MOST_PROMOTED = {1: 96, 2: 96, 3: 64}
 """The same where sums are promoted, which takes twice as many."""
 MULTICAST_ROWS = 8
@@ -160,7 +161,8 @@ class GemmConfig:
     def piece_cols(self, spec: GemmSpec) -> int:
         """Columns of the product that a warpgroup stores at a time: many, if enough stages are left."""
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
-        most = 32 if tiles or len(spec.outputs) > 1 else 128  # more would spill
+        online = any(PARTIALS[one.name] > 1 for one in spec.reductions)
+        most = 32 if tiles or online or len(spec.outputs) > 1 else 128  # more would spill
         least = 16 * (1 + spec.gated)  # an stmatrix has 16 columns
         fitting = [c for c in (128, 64, 32, 16) if self.tile_n % c == 0 and least <= c <= most]
         outputs = range(len(spec.outputs))
@@ -284,5 +286,5 @@ class GemmConfig:
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
         online = any(PARTIALS[one.name] > 1 for one in spec.reductions)
         if online or (spec.reductions and self.swap):
-            return MOST_ONLINE_SUMS
+            return MOST_ONLINE_SUMS[self.atoms]
         return MOST_BUSY_SUMS if tiles or spec.reductions else 0
