@@ -75,7 +75,8 @@ def most(spec: GemmSpec, config: GemmConfig) -> int:
     kinds = [operand.kind for op in spec.epilogue for operand in op.operands]
     if any(one.name == "lse" for one in spec.reductions):
         return {1: 112, 2: 64}[config.atoms]
-    return 160 if spec.reductions or Kind.TILE in kinds or Kind.PAIRS in kinds else 192
+    tiles = Kind.TILE in kinds or Kind.PAIRS in kinds
+    return 128 if spec.reductions and tiles else 160 if spec.reductions or tiles else 192
 
 
 PAIRS = [
@@ -368,6 +369,10 @@ def row_bytes(spec: GemmSpec, cols: int) -> list[int]:
         (fused(ColumnReduce("lse")), GemmConfig(128, 256, 1, 1)),
         (fused(RowReduce("lse")), GemmConfig(256, 96, 1, 1)),
         (fused(RowReduce("sum")), GemmConfig(128, 256, 1, 1, swap=True)),
+        (
+            fused(ActivationGrad("silu", B), ColumnReduce("sum")),
+            GemmConfig(128, 160, 1, 1, pingpong=True),
+        ),
     ],
     ids=named,
 )

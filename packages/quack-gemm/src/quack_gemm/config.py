@@ -27,6 +27,8 @@ MOST_SUMS = {1: 192, 2: 192, 3: 96}
 """Sums of a thread, by the warpgroups that multiply: more spill."""
 MOST_BUSY_SUMS = 160
 """The same beside an epilogue that reads whole tiles or reduces them."""
+MOST_BUSIEST_SUMS = 128
+"""The same beside one that does both."""
 MOST_ONLINE_SUMS = {1: 112, 2: 64}
 """The same beside a reduction with two numbers, or with operands swapped beside any; by the instructions
 of 64 rows of a warpgroup."""
@@ -287,4 +289,6 @@ class GemmConfig:
         online = any(PARTIALS[one.name] > 1 for one in spec.reductions)
         if online or (spec.reductions and self.swap):
             return MOST_ONLINE_SUMS[self.atoms]
+        if tiles and spec.reductions:
+            return MOST_BUSIEST_SUMS
         return MOST_BUSY_SUMS if tiles or spec.reductions else 0
