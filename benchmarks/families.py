@@ -4,7 +4,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from . import cross_entropy, gemm, layernorm, rmsnorm, softmax, topk
+from . import cross_entropy, gemm, layernorm, matmul, quantize, rmsnorm, softmax, topk
 from .shapes import Case
 from .timing import Launch
 from .variant import Problem, Variant
@@ -51,6 +51,8 @@ FAMILIES = {
     "cross_entropy": cross_entropy,
     "topk": topk,
     "gemm": gemm,
+    "quantize": quantize,
+    "matmul": matmul,
 }
 
 

@@ -18,7 +18,7 @@ from quack_gemm.api import gemm
 from quack_gemm.config import GemmConfig
 from quack_gemm.heuristic import Problem as Question
 from quack_gemm.heuristic import candidates as all_candidates
-from quack_gemm.heuristic import cycles, default
+from quack_gemm.heuristic import cycles, default, separate
 from quack_gemm.spec import GemmSpec
 
 from .norm import judge, poison, size
@@ -138,7 +138,8 @@ def default_config(case: Case) -> GemmConfig:
 
 def candidates(case: Case) -> list[GemmConfig]:
     """Configurations to compare it with."""
-    return list(all_candidates(spec_of(case)))
+    question = _question(case)
+    return [*all_candidates(question.spec), *separate(question)]
 
 
 def predicted(case: Case, configs: Sequence[GemmConfig]) -> list[float]:

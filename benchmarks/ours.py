@@ -15,7 +15,11 @@ from .shapes import Case
 from .timing import Launch
 from .variant import Failure, Variant, attempt
 
-PACKAGES = {"gemm": "quack-gemm"}
+PACKAGES = {
+    "gemm": "quack-gemm",
+    "quantize": "quack-blockscaled",
+    "matmul": "quack-blockscaled",
+}
 PACKAGE = "quack-norm"
 """Of all other families."""
 

@@ -39,6 +39,7 @@ GEMM_FP8 = """
     8192x8192x8192 4096x7168x2048 128x7168x2048 4096x4096x7168 4096x2112x7168 4096x24576x7168
     4096x24576x1536 64x7168x16384
 """
+QUANT = "128x7168 1024x7168 4096x7168 8192x8192 8192x14336 16384x16384"
 OTHER_LAYOUTS = 3
 """GEMMs whose operands are transposed as well: the first shapes of a list."""
 TOPK = "32768x128 32768x256 16384x1024 65536x64 8192x4096 32768x160 4096x32000"
@@ -207,6 +208,22 @@ def gemm_fp8(shapes: Iterable[Shape]) -> list[Case]:
     ]
 
 
+def gemm_fp8_block(shapes: Iterable[Shape]) -> list[Case]:
+    """8-bit operands in blocks: 1x128 of A along K, 128x128 of B, whose columns are padded to that."""
+    padded = [(m, -(-n // 128) * 128, k) for m, n, k in shapes]
+    return [Case("gemm_fp8_block", "matmul_fwd", shape, "e4m3") for shape in padded]
+
+
+def quant(shapes: Iterable[Shape]) -> list[Case]:
+    """bf16 into the formats of products with 8 bits."""
+    formats = ("fp8_block_1x128", "fp8_block_128x128", "mxfp8_e4m3")
+    return [
+        Case("quant", "quantize_fwd", shape, "bf16", (("format", format),))
+        for shape in shapes
+        for format in formats
+    ]
+
+
 def _by_weight(suite: str, op: str, shapes: Iterable[Shape]) -> list[Case]:
     weights = ("bf16", "fp32")
     return [Case(suite, op, shape, "bf16", (("w", w),)) for shape in shapes for w in weights]
@@ -227,6 +244,8 @@ SUITES = {
     "gemm_large": (GEMM_LARGE, gemm_large),
     "gemm_act": (GEMM_ACT, gemm_act),
     "gemm_fp8": (GEMM_FP8, gemm_fp8),
+    "gemm_fp8_block": (GEMM_FP8, gemm_fp8_block),
+    "quant": (QUANT, quant),
 }
 
 

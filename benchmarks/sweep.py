@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from quack_core import arch
-from quack_core.jit.keys import Kernel
 from quack_core.jit.pool import Pool
 from quack_gemm.config import GemmConfig
-from quack_gemm.launch import MODULE
+from quack_gemm.launch import kernels as kernels_of
 from quack_gemm.spec import GemmSpec
 
 from . import device, gemm, judge, ours, record, shapes, timing
@@ -160,14 +159,14 @@ def _merge(path: Path, new: dict[str, Any]) -> None:
     path.write_text(f"[\n{text}\n]\n")
 
 
-def _compile(kernels: Iterable[tuple[GemmSpec, GemmConfig]]) -> None:
+def _compile(todo: Iterable[tuple[GemmSpec, GemmConfig]]) -> None:
     """Put kernels into the cache, by all cores; one that fails there fails again when timed."""
     target = arch.detect()
-    todo = [Kernel(MODULE, *kernel, target) for kernel in dict.fromkeys(kernels)]
+    kernels = dict.fromkeys(one for pair in todo for one in kernels_of(*pair, target))
     start = time.monotonic()
     with Pool(len(os.sched_getaffinity(0))) as pool:
-        pool.compile(todo, lambda kernel, error: None)
-    print(f"{len(todo)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+        pool.compile(list(kernels), lambda kernel, error: None)
+    print(f"{len(kernels)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def text(found: Sequence[dict[str, Any]], cases: Sequence[Case]) -> str:

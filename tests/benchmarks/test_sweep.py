@@ -41,7 +41,8 @@ def test_hopeless_configurations_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     spec = gemm.spec_of(case)
     question = Problem(64, 8192, 8192, 1, spec, 132)
     monkeypatch.setattr(gemm, "_question", lambda case: question)
-    cycles = {c: heuristic.cycles(question, c) for c in heuristic.candidates(spec)}
+    every = [*heuristic.candidates(spec), *heuristic.separate(question)]
+    cycles = {c: heuristic.cycles(question, c) for c in every}
     kept = sweep._promising(case)
     assert min(cycles, key=lambda c: cycles[c]) in kept and 1 < len(kept) < len(cycles)
     least = min(cycles.values())

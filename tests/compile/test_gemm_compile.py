@@ -6,6 +6,7 @@ Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ from quack_core.gemm.epilogue import (
 )
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
-from quack_gemm.config import PARTS, GemmConfig
-from quack_gemm.spec import GemmSpec
+from quack_gemm.config import PARTS, GemmConfig, SplitK, SumConfig
+from quack_gemm.spec import GemmSpec, SumSpec
 
 F32, BF16, F16, E4M3, E5M2 = "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
@@ -41,6 +42,8 @@ WIDE = GemmConfig(128, 256, 2, 1)
 PINGPONG = GemmConfig(128, 128, 1, 1, pingpong=True)
 NARROW = GemmConfig(64, 192, 1, 1, pingpong=True)
 FEW_ROWS = GemmConfig(128, 64, 1, 1, swap=True)
+APART = GemmConfig(128, 256, 1, 1, split_k=48, split_mode=SplitK.SEPARATE)
+ADDED = GemmConfig(128, 128, 2, 1, split_k=6, split_mode=SplitK.PARALLEL)
 
 
 def plain(**fields: object) -> GemmSpec:
@@ -62,6 +65,11 @@ PRODUCTS = [  # tiles and clusters, then memory orders, batches and dtypes
     (plain(), GemmConfig(128, 16, 1, 1, swap=True, prefetch=True)),
     (plain(a_major="column", b_major="row"), WIDE),
     (plain(), GemmConfig(128, 256, 2, 1, split_k=4)),
+    (plain().sums, APART),
+    (plain(d_major="column", a_batched=True).sums, replace(APART, tile_m=256, tile_n=128)),
+    (plain().sums, replace(APART, tile_n=32, swap=True, prefetch=True)),
+    (GemmSpec(BF16, BF16, F32), ADDED),
+    (GemmSpec(E4M3, E4M3, F32), ADDED),
     (plain(d_major="column"), WIDE),
     (plain(a_batched=True, b_batched=True), WIDE),
     (plain(a_batched=True), WIDE),
@@ -69,6 +77,16 @@ PRODUCTS = [  # tiles and clusters, then memory orders, batches and dtypes
     (GemmSpec(F16, F16, F16), WIDE),
     (GemmSpec(E4M3, E4M3, BF16), GemmConfig(128, 128, 2, 1)),
     (GemmSpec(E4M3, E5M2, BF16), GemmConfig(64, 128, 1, 1, pingpong=True)),
+]
+SUMS = [
+    plain(),
+    plain(d_major="column"),
+    fused(Scale(Kind.COLUMN), AddC(BF16, Kind.DEVICE_SCALAR), AddVector(BF16), a_batched=True),
+    fused(AddVector(BF16), AddC(F32), Activation("gelu_tanh"), d_major="column"),
+    fused(AddVector(BF16), StoreAux(BF16), Gate("silu")),
+    fused(AddVector(BF16), StoreAux(F32), Gate("silu"), concat=True),
+    fused(GateGrad("silu", BF16)),
+    fused(GateGrad("silu", BF16), concat=True),
 ]
 SCALES = (Scale(Kind.COLUMN, "scale_a"), Scale(Kind.ROW, "scale_b"))
 EPILOGUES = [
@@ -162,13 +180,15 @@ def copy_faults(spec: GemmSpec, config: GemmConfig, found: Counter[str]) -> Iter
     shared = (config.cluster_m > 1) + (config.cluster_n > 1)
     if not loads or bool(multicast) != (shared > 0) or (shared == 2 and loads != multicast):
         yield f"tiles come by {sorted(loads)}, and {shared} operands are shared"
-    stores = sum(count for name, count in found.items() if name.startswith("UTMASTG"))
+    adds = config.split_mode == SplitK.PARALLEL
+    name = "UTMAREDG" if adds else "UTMASTG"
+    stores = sum(count for each, count in found.items() if each.startswith(name))
     pieces = config.pieces(spec) // config.shares(spec)
     if stores < pieces * len(spec.sinks):
-        yield f"{stores} UTMASTG for {pieces} parts, each stored as {spec.sinks}"
+        yield f"{stores} {name} for {pieces} parts, each stored as {spec.sinks}"
     # Two for each store, of its buffer and its place, and one for the number of the warpgroup.
     if found["R2UR"] > 2 * stores + 1:
-        yield f"{found['R2UR']} R2UR, and {stores} UTMASTG"
+        yield f"{found['R2UR']} R2UR, and {stores} {name}"
     matrices = sum(count for name, count in found.items() if name.startswith("STSM"))
     # A gate and what it gates, side by side, are no part of such a matrix.
     narrow = [
@@ -183,7 +203,7 @@ def named(case: tuple[GemmSpec, GemmConfig]) -> str:
     spec, config = case
     flags = [flag for flag in ("a_batched", "b_batched", "concat") if getattr(spec, flag)]
     flags += [flag for flag in ("pingpong", "swap", "prefetch") if getattr(config, flag)]
-    flags += [f"split{config.split_k}"] if config.split_k > 1 else []
+    flags += [f"{config.split_mode}{config.split_k}"] if config.split_k > 1 else []
     tile = f"{config.tile_m}x{config.tile_n}x{config.cluster_m}x{config.cluster_n}"
     return "-".join([spec.name, *flags, tile])
 
@@ -195,3 +215,21 @@ def test_kernel(case: tuple[GemmSpec, GemmConfig], tmp_path: Path) -> None:
     spec, config = case
     compiled = compile_kernel("quack_gemm.sm90.kernel", spec, config, ARCH, dump_dir=tmp_path)
     assert list(faults(spec, config, compiled)) == [], config
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("slices", [1, 8])
+@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
+def test_sums_of_parts(spec: GemmSpec, slices: int, tmp_path: Path) -> None:
+    """Any architecture: parts come in 16 bytes at a time, and D goes out as whole vectors."""
+    module, config = "quack_gemm.part_sums", SumConfig(slices)
+    compiled = compile_kernel(module, SumSpec(spec), config, ARCH, dump_dir=tmp_path)
+    facts = cubin.static_facts(compiled.cubin or b"", compiled.ptx)
+    assert not facts.spills, facts
+    assert facts.usage.registers <= 64  # eight CTAs of an SM
+    assert max(facts.load_bits) == 128
+    assert max(facts.store_bits) >= 64
+    text = cubin.sass(compiled.cubin or b"")
+    loads = [match.start() for match in re.finditer(r"LDG\.E\.128", text)]
+    assert len(loads) >= 8 * (1 + spec.gated)
+    assert bool(re.search(r"BAR\.SYNC", text)) == (slices > 1)

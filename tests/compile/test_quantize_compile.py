@@ -9,43 +9,98 @@ from pathlib import Path
 import pytest
 
 from quack_blockscaled.formats import (
+    FORMATS,
     FP8_BLOCK_1X128,
     FP8_BLOCK_128X128,
+    MXFP4,
     MXFP8_E4M3,
     MXFP8_E5M2,
     BlockFormat,
 )
-from quack_blockscaled.quantizer.spec import VECTOR, QuantizeConfig, QuantizeSpec
+from quack_blockscaled.quantizer.bits import carrier
+from quack_blockscaled.quantizer.spec import TILE, VECTOR, WIDEST, QuantizeSpec, configure
 from quack_core import arch as arches
 from quack_core import env
-from quack_core.jit.compile import compile_kernel
+from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
 
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
-NATIVE = {"e4m3": r"cvt\.rn\.satfinite\.e4m3x2\.f32", "e5m2": r"cvt\.rn\.satfinite\.e5m2x2\.f32"}
+CONFIG = configure(ARCH)
+DTYPES = ["bfloat16", "float16", "float32"]
+NAME = {"ids": lambda format: format.name}
+TILES = FP8_BLOCK_128X128
+HELD = TILE[0] * TILE[1] // CONFIG.threads
+"""Elements of a thread, of a tile."""
 
 
-@pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(
-    "format",
-    [MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128, FP8_BLOCK_128X128],
-    ids=lambda f: f.name,
-)
-def test_quantize(format: BlockFormat, x: str, tmp_path: Path) -> None:
-    spec, config = QuantizeSpec(x, format), QuantizeConfig()
-    compiled = compile_kernel(spec.module, spec, config, ARCH, dump_dir=tmp_path)
-    facts = cubin.static_facts(compiled.cubin, compiled.ptx)
+def compiled(spec: QuantizeSpec, folder: Path) -> tuple[Compiled, cubin.StaticFacts]:
+    """A kernel that does not spill, and what is seen of it."""
+    found = compile_kernel(spec.module, spec, CONFIG, ARCH, dump_dir=folder)
+    facts = cubin.static_facts(found.cubin, found.ptx)
     assert not facts.spills
+    return found, facts
+
+
+def conversions(text: str, kind: str) -> int:
+    """Instructions that make two codes each."""
+    return len(re.findall(rf"cvt\.rn\.satfinite\.{kind}x2\.f32", text))
+
+
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("format", FORMATS.values(), **NAME)
+def test_quantize(format: BlockFormat, stochastic: bool, x: str, tmp_path: Path) -> None:
+    spec = QuantizeSpec(x, format, stochastic=stochastic)
+    kernel, facts = compiled(spec, tmp_path)
     # 1024 threads of an SM, or 512 that hold 64 elements each.
     one_row = format.rows == 1
     assert facts.usage.registers <= ARCH.registers_per_sm // (1024 if one_row else 512)
-    assert facts.load_bits == {128}
-    assert facts.store_bits == {8 * VECTOR, format.scale.bits}
-    text = compiled.ptx or ""
-    vectors = config.unroll if one_row else format.rows * format.cols // VECTOR // config.threads
-    assert len(re.findall(NATIVE[format.element.name], text)) == vectors * VECTOR // 2
+    assert facts.load_bits == ({32, 128} if format.per_tensor else {128})
+    codes = {4: 64, 6: 32, 8: 128}[format.element.bits] if one_row else 8 * VECTOR
+    assert facts.store_bits == {codes, format.scale.bits}
+    text = kernel.ptx or ""
+    count = CONFIG.unroll * WIDEST if one_row else HELD
+    own = not stochastic and (CONFIG.native or format.element.bits == 8)
+    element = format.element if own else carrier(format.element)
+    # Scales in e4m3 take a conversion each.
+    other = CONFIG.unroll if format.scale.name == "ue4m3" and element.name == "e4m3" else 0
+    assert conversions(text, element.name) == count // 2 + other
     # One float32 operation of IEEE 754 each: nothing flushes subnormals, nothing is approximate.
     assert not re.findall(r"\.ftz|\.approx|\bdiv\.full|\bfma\.", text)
     divisions = re.findall(r"\b(?:div|rcp)\.rn\.f32", text)
-    scales = config.unroll if one_row else 1
-    assert len(divisions) == (2 * scales if format.scale.name == "float32" else 0)
+    scales = CONFIG.unroll if one_row else 1
+    each = {"e8m0": 0, "ue4m3": 3, "float32": 2}[format.scale.name]
+    assert len(divisions) == each * scales
+
+
+@pytest.mark.skipif(not CONFIG.native, reason="has no conversion to 4 and 6 bits")
+@pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.element.bits < 8], **NAME)
+def test_conversions_are_in_the_machine_code(format: BlockFormat, tmp_path: Path) -> None:
+    found, _ = compiled(QuantizeSpec("bfloat16", format), tmp_path)
+    text = cubin.sass(found.cubin or b"")
+    kind = format.element.name.upper()
+    count = CONFIG.unroll * WIDEST // 2
+    assert len(re.findall(rf"\bF2FP\.SATFINITE\.{kind}\.F32", text)) == count
+
+
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("copies", ["columns", "both"])
+@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128, TILES], **NAME)
+def test_columns(format: BlockFormat, copies: str, x: str, tmp_path: Path) -> None:
+    found, facts = compiled(QuantizeSpec(x, format, copies=copies), tmp_path)
+    assert facts.usage.registers <= ARCH.registers_per_sm // 512
+    assert facts.load_bits == {128}
+    both = copies == "both"
+    assert facts.store_bits == {128, format.scale.bits} | ({64} if both else set())
+    text = found.ptx or ""
+    assert conversions(text, format.element.name) == HELD // 2 * (2 if both else 1)
+    assert not re.findall(r"\.ftz|\.approx|\bdiv\.full|\bfma\.", text)
+    # Codes are turned in shared memory by accesses of 8 and 16 bytes.
+    assert facts.accesses["STS"][64] == VECTOR
+    assert facts.accesses["LDS"][128] >= TILE[0] * TILE[1] // CONFIG.threads // 16
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even"])
+@pytest.mark.parametrize("format", [MXFP4, MXFP8_E4M3], **NAME)
+def test_rules(format: BlockFormat, rule: str, tmp_path: Path) -> None:
+    compiled(QuantizeSpec("bfloat16", format, rule), tmp_path)

@@ -38,6 +38,7 @@ def test_gemm_exports_exactly_the_promised_names(fresh_python):
         "MLP",
         "GemmConfig",
         "Linear",
+        "SplitK",
         "__version__",
         "gemm",
         "gemm_act",
@@ -75,9 +76,12 @@ def test_blockscaled_exports_exactly_the_promised_names(fresh_python):
         "ScaleFormat",
         "__version__",
         "dequantize",
+        "linear",
         "load_file",
         "matmul",
+        "matmul_grouped",
         "quantize",
+        "quantize_both",
         "save_file",
         "supports",
     ]
@@ -134,10 +138,14 @@ factors = (
     quack_blockscaled.quantize(left, quack_blockscaled.FP8_BLOCK_1X128),
     quack_blockscaled.quantize(right, quack_blockscaled.FP8_BLOCK_128X128).mT,
 )
+stacked = quack_blockscaled.quantize(right[None], quack_blockscaled.FP8_BLOCK_128X128).mT
+offsets = torch.tensor([0, 5], dtype=torch.int32)
+grouped = quack_blockscaled.matmul_grouped(factors[0], stacked, offsets)
 outcomes = {{
     "quantize": (blocks.values.float() * scales, whole),
     "dequantize": (quack_blockscaled.dequantize(blocks), whole),
     "matmul": (quack_blockscaled.matmul(*factors), left @ factors[1].dequantize()),
+    "matmul_grouped": (grouped, left @ factors[1].dequantize()),
     "rmsnorm": (quack_norm.rmsnorm(x, weight), wanted),
     "RMSNorm": (quack_norm.RMSNorm(24, eps=1e-6)(x), plain),
     "QuackRMSNorm": (quack_norm.QuackRMSNorm(dim=24)(x), plain),

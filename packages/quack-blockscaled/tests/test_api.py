@@ -13,16 +13,17 @@ from quack_blockscaled import (
     FP8_BLOCK_128X128,
     MXFP4,
     MXFP8_E4M3,
-    MXFP8_E5M2,
     NVFP4,
     BlockFormat,
     dequantize,
     operators,
     quantize,
+    quantize_both,
     record,
     reference,
     supports,
 )
+from quack_blockscaled.api import OPERATORS
 from quack_blockscaled.formats import E2M1, FLOAT32, FORMATS, UE4M3
 from quack_core import arch
 from quack_core.errors import ArchError, DeviceError, DTypeError, ShapeError, UnsupportedError
@@ -233,14 +234,15 @@ def test_a_gradient_is_refused_not_lost() -> None:
 def test_what_is_built(format: BlockFormat) -> None:
     built = {
         (op, where): supports(op, where, format)
-        for op in ("quantize", "dequantize", "matmul")
+        for op in OPERATORS
         for where in ("cpu", "sm90", "sm_100a", "10.3", arch.SM120)
     }
     wanted = {("quantize", "cpu"), ("dequantize", "cpu")}
-    if format in (MXFP8_E4M3, MXFP8_E5M2, FP8_BLOCK_1X128, FP8_BLOCK_128X128):
+    if format != MINE:
         wanted |= {("quantize", where) for where in ("sm90", "sm_100a", "10.3", arch.SM120)}
     if format == FP8_BLOCK_1X128:
-        wanted |= {("matmul", "cpu"), ("matmul", "sm90")}
+        products = ("matmul", "matmul_grouped", "linear")
+        wanted |= {(op, where) for op in products for where in ("cpu", "sm90")}
     assert {key for key, found in built.items() if found} == wanted
 
 
@@ -257,20 +259,59 @@ def test_what_a_gpu_says() -> None:
     refuse = operators.without_kernel("dequantize")
     with pytest.raises(UnsupportedError, match="is on meta; there is no kernel for any GPU yet"):
         refuse(torch.zeros(3, device="meta"))
-    for name in ("quantize_fwd", "dequantize_fwd"):
+    for name in ("quantize_fwd", "quantize_both_fwd", "dequantize_fwd"):
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert has(f"quack_blockscaled::{name}", "CUDA")
 
 
 def test_a_gpu_has_no_kernel_and_says_so(cuda: str) -> None:
     x = torch.zeros(4, 32, device=cuda)
-    with pytest.raises(
-        UnsupportedError, match=r"quantize: there is no kernel for mxfp4.*\.cpu\(\)"
-    ):
-        quantize(x, MXFP4)
-    there = quantize(x.cpu(), MXFP4).to(cuda)
+    with pytest.raises(UnsupportedError, match=r"quantize: there is no kernel for mine.*\.cpu\(\)"):
+        quantize(x, MINE)
     with pytest.raises(UnsupportedError, match=r"dequantize: .* no kernel for any GPU yet"):
-        there.dequantize()
+        quantize(x, MXFP4).dequantize()
+
+
+# --- both directions
+
+
+@pytest.mark.parametrize("format", ALL, **NAME)
+def test_both_are_two_calls(format: BlockFormat) -> None:
+    x = random((2, 128, 256), BF16, "cpu", seed=1)
+    scale = 0.75 if format.per_tensor else None
+    found = quantize_both(x, format, per_tensor_scale=scale)
+    for each, dim in zip(found, (-1, -2), strict=True):
+        wanted = quantize(x, format, dim=dim, per_tensor_scale=scale)
+        assert (each.dim, each.dtype, each.shape) == (dim, BF16, x.shape)
+        assert_bitwise(each.values, wanted.values)
+        assert_bitwise(each.scales, wanted.scales)
+    turned = found[1].mT
+    assert turned.values.is_contiguous() and turned.scales.is_contiguous()
+    fake = quantize_both(x.to("meta"), format, per_tensor_scale=scale)
+    for each, other in zip(found, fake, strict=True):
+        assert each.values.stride() == other.values.stride()
+        assert each.scales.stride() == other.scales.stride()
+
+
+def test_both_follow_the_rule() -> None:
+    x = random((32, 64), BF16, "cpu", seed=1)
+    rows, columns = quantize_both(x, MXFP4, scale_rounding="floor")
+    assert_bitwise(rows.scales, quantize(x, MXFP4, scale_rounding="floor").scales)
+    assert_bitwise(columns.scales, quantize(x, MXFP4, dim=0, scale_rounding="floor").scales)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((32,), r"quantize_both: x has 1 dimension: it must have 2"),
+        ((33, 32), r"quantize_both: x.shape\[-2\] is 33: with mxfp4 .* pad it with zeros to 64"),
+        ((32, 33), r"quantize_both: x.shape\[-1\] is 33: with mxfp4 .* pad it with zeros to 64"),
+    ],
+)
+def test_both_take_whole_blocks_KQ_10(shape: tuple[int, ...], message: str, where: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        quantize_both(torch.zeros(shape, device=where), MXFP4)
 
 
 # --- torch
@@ -291,6 +332,7 @@ def test_opcheck(format: BlockFormat) -> None:
     for how in (("nearest-even", None), ("stochastic", 5)):
         check(operators.quantize_fwd, (x, scale, text, -2, "rceil", *how))
     values, scales, _ = reference.quantize(x, format, dim=-2, per_tensor_scale=scale)
+    check(operators.quantize_both_fwd, (x, scale, text, "rceil"))
     check(operators.dequantize_fwd, (values, scales, scale, text, -2, BF16))
 
 

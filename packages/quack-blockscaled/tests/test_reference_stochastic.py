@@ -16,7 +16,7 @@ from quack_blockscaled.formats import (
     NVFP4,
     BlockFormat,
 )
-from quack_blockscaled.philox import noise, philox
+from quack_blockscaled.philox import philox
 from quack_blockscaled.reference import Quantized, dequantize, quantize
 from quack_core.errors import ShapeError, UnsupportedError
 
@@ -25,7 +25,8 @@ BIG = 2**33 + 5
 
 
 def words(counter: list[int], key: tuple[int, int]) -> list[int]:
-    return [int(word) for word in philox([torch.tensor(each) for each in counter], key)]
+    found = philox([torch.tensor(each) for each in counter], key, elements.multiply)
+    return [int(word) for word in found]
 
 
 def stochastic(x: Tensor, format: BlockFormat, seed: int = 1, **given: int) -> Quantized:
@@ -56,7 +57,7 @@ def test_philox_gives_the_published_words(
 
 @pytest.mark.parametrize("seed", [0, 1, BIG, 2**63 - 1])
 def test_the_bits_of_an_element(seed: int) -> None:
-    found = noise(27, seed, CPU).tolist()
+    found = elements.noise(27, seed, CPU).tolist()
     key = (seed % 2**32, seed // 2**32)
     right = []
     for i in range(27):
@@ -69,7 +70,7 @@ def test_the_bits_of_an_element(seed: int) -> None:
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_elements_count_in_the_order_of_the_shape(format: BlockFormat, dim: int) -> None:
     x = torch.randn(128, 256, generator=torch.manual_seed(0))
-    given = noise(x.numel(), 7, CPU).view(x.shape)
+    given = elements.noise(x.numel(), 7, CPU).view(x.shape)
     parts, nearest = stochastic(x, format, 7, dim=dim), quantize(x, format, dim=dim)
     assert torch.equal(parts.scales.view(torch.uint8), nearest.scales.view(torch.uint8))
     steps = nearest.scales.float()

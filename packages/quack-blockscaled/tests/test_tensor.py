@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -266,6 +267,14 @@ def test_whole_blocks_are_views(format: BlockFormat, index: Any) -> None:
     assert part.values.untyped_storage().data_ptr() == x.values.untyped_storage().data_ptr()
     assert part.scales.untyped_storage().data_ptr() == x.scales.untyped_storage().data_ptr()
     assert_bitwise(x.mT[:, :128].dequantize(), x.dequantize()[:128].mT)
+
+
+def test_bounds_are_those_of_python() -> None:
+    x = made(MXFP4, (3, 64))
+    bounds = (None, -9, -3, -2, -1, 0, 1, 2, 3, 9)
+    for start, stop in itertools.product(bounds, bounds):
+        assert x[start:stop].shape[0] == len(range(3)[start:stop]), (start, stop)
+        assert_bitwise(x[start:stop].values, x.values[start:stop])
 
 
 def test_rows_are_free_where_blocks_have_one() -> None:

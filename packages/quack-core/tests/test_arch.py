@@ -79,6 +79,7 @@ def test_the_override_comes_first_and_needs_no_driver(monkeypatch):
         raise DeviceError("no CUDA driver found")
 
     monkeypatch.setattr(driver, "load", no_driver)
+    monkeypatch.setattr(driver, "library", no_driver)
     monkeypatch.setenv("QUACK_ARCH", "sm100")
     assert arch.detect() is arch.SM100
     assert arch.detect(3) is arch.SM100
@@ -98,6 +99,7 @@ def test_without_a_driver_the_error_names_the_way_out(monkeypatch, device_index)
         raise DeviceError("no CUDA driver found")
 
     monkeypatch.setattr(driver, "load", no_driver)
+    monkeypatch.setattr(driver, "library", no_driver)
     with pytest.raises(DeviceError, match="no CUDA driver found; set QUACK_ARCH"):
         arch.detect(device_index)
 
@@ -105,12 +107,7 @@ def test_without_a_driver_the_error_names_the_way_out(monkeypatch, device_index)
 class FakeDriver:
     """Two devices: 0 is a 9.0, 1 is a 12.0. ``context`` is the device of the current context."""
 
-    CUdevice_attribute = types.SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
-    )
     success = types.SimpleNamespace(value=0, name="CUDA_SUCCESS")
-    invalid = types.SimpleNamespace(value=101, name="CUDA_ERROR_INVALID_DEVICE")
 
     def __init__(self):
         self.context = None
@@ -122,18 +119,25 @@ class FakeDriver:
     def cuCtxGetDevice(self):
         return self.success, self.context
 
-    def cuDeviceGet(self, index):
-        return (self.success, index) if index < 2 else (self.invalid, None)
+    def cuDeviceGet(self, device, index):
+        device._obj.value = index
+        return 0 if index < 2 else 101
 
-    def cuDeviceGetAttribute(self, name, device):
+    def cuDeviceGetAttribute(self, number, name, device):
         self.queries += 1
-        return self.success, {"major": (9, 12)[device], "minor": 0}[name]
+        number._obj.value = {75: (9, 12)[device.value], 76: 0}[name]
+        return 0
+
+    def cuGetErrorName(self, status, text):
+        assert status == 101
+        text._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
 
 
 @pytest.fixture
 def fake(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setattr(driver, "load", lambda: fake)
+    monkeypatch.setattr(driver, "library", lambda: fake)
     return fake
 
 

@@ -205,3 +205,32 @@ def test_operands_of_a_thread_belong_to_its_sums():
             assert of_column[thread, which_row] == column[1, min(r, ROWS - 1)]
             assert of_row[thread, which_col] == row[1, min(c, COLS - 1)]
             assert of_tile[thread, i] == (tile[1, r, c] if r < ROWS and c < COLS else 0)
+
+
+@cute.jit
+def write_sums(values: cute.Tensor, tile: cute.Tensor, rows: Int32):
+    sums = cute.make_rmem_tensor(fragment.sums_of(WIDTH), Float32)
+    for thread in range(128):
+        for i in cutlass.range_constexpr(cute.size(sums)):
+            sums[i] = values[thread, i]
+        at = (
+            fragment.first_row(thread) + FIRST_ROW,
+            fragment.first_col(thread) + FIRST_COL,
+        )
+        fragment.write_tile(tile, sums, at, rows)
+
+
+@pytest.mark.parametrize("rows", [FIRST_ROW, FIRST_ROW + 7, ROWS])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_sums_are_written_up_to_a_row(dtype, rows):
+    count = fragment.sums_of(WIDTH)
+    values = np.arange(128 * count, dtype=np.float32).reshape(128, count)
+    wanted = np.full((ROWS, COLS), -1, dtype)
+    for thread in range(128):
+        for i in range(count):
+            r, c = expected(thread, i)
+            if FIRST_ROW + r < rows and FIRST_COL + c < COLS:
+                wanted[FIRST_ROW + r, FIRST_COL + c] = values[thread, i]
+    tile = np.full((ROWS, COLS), -1, dtype)
+    write_sums(from_dlpack(values), from_dlpack(tile), Int32(rows))
+    assert (tile == wanted).all()

@@ -41,6 +41,8 @@ class Mbarrier:
 class Simulation:
     """Clusters of (rows, cols) CTAs with ``stages`` stages; ``groups`` warpgroups multiply."""
 
+    scaled = False
+
     def __init__(self, shape, stages, groups, pingpong, counts, seed):
         rows, cols = self.shape = shape
         self.stages, self.groups, self.pingpong, self.counts = stages, groups, pingpong, counts
@@ -61,6 +63,10 @@ class Simulation:
     def column(self, cta):
         return [c for c in self.ctas if c[1] == cta[1]]
 
+    def copied(self, cta):
+        """What a CTA loads, and for whom."""
+        return [("A", self.row(cta)), ("B", self.column(cta))]
+
     def load(self, cta):
         """The warp that loads its part of A for its row, and of B for its column."""
         stage, parity = 0, 1
@@ -70,7 +76,7 @@ class Simulation:
                 parts = self.shape[0] + self.shape[1]  # of a whole A and a whole B
                 self.full[cta][stage].update(arrivals=1, parts=parts)
                 yield
-                for name, receivers in (("A", self.row(cta)), ("B", self.column(cta))):
+                for name, receivers in self.copied(cta):
                     for receiver in receivers:
                         self.copies.append((receiver, stage, (name, cta), (tile, k)))
                     yield
@@ -119,7 +125,7 @@ class Simulation:
                 self.reading[cta][stage] += 1
                 yield
                 parts = self.stage[cta][stage]
-                assert len(parts) == sum(self.shape)
+                assert len(parts) == sum(self.shape) + self.scaled
                 assert set(parts.values()) == {(tile, k)}, "a stage holds another tile's part"
                 self.read += 1
                 if before is not None:
@@ -173,6 +179,33 @@ def test_no_stage_is_overwritten_and_nobody_waits_for_ever(shape, pingpong, tile
     for seed, stages in enumerate((2, 3, 4)):
         groups = 2 if pingpong else 1 + seed
         Simulation(shape, stages, groups, pingpong, [count] * tiles, seed).run()
+
+
+class Scaled(Simulation):
+    """With scales, copied by the threads of the loading warp for their own CTA: each arrives at the
+    mbarrier of the stage when its copies are there."""
+
+    scaled = True
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.full = {c: [Mbarrier(2) for _ in range(self.stages)] for c in self.ctas}
+
+    def copied(self, cta):
+        return [*super().copied(cta), ("scales", [cta])]
+
+    def land(self, receiver, stage, part, contents):
+        assert part[0] != "scales" or self.working[receiver], "a CTA leaves before its copies"
+        super().land(receiver, stage, part, contents)
+        if part[0] == "scales":  # no bytes that were announced
+            self.full[receiver][stage].update(arrivals=1, parts=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("tiles, count", [(1, 1), (2, 5), (4, 1), (5, 7)])
+def test_scales_come_with_their_stage(shape, tiles, count):
+    for seed, stages in enumerate((2, 4, 6)):
+        Scaled(shape, stages, 2, False, [count] * tiles, seed).run()
 
 
 def test_the_model_notices_a_stage_that_is_released_too_early():

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from quack_core.gemm import epilogue as epi
+from quack_core.gemm import visit
 from quack_core.gemm.epilogue import Gate, Kind, Op, Operand, StoreAux
-from quack_core.gemm.sm90 import fragment, store, visit
+from quack_core.gemm.sm90 import fragment, store
 
 SUMS = [float(i) for i in range(16)]
 """Of a thread in 32 columns."""

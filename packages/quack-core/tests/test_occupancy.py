@@ -31,7 +31,6 @@ class FakeDriver:
     CUdevice_attribute = Names()
     CUfunction_attribute = Names()
     CUlaunchAttributeID = Names()
-    CUstreamCaptureMode = Names()
     success = types.SimpleNamespace(value=0, name="CUDA_SUCCESS")
     refused = types.SimpleNamespace(value=912, name="CUDA_ERROR_INVALID_CLUSTER_SIZE")
 
@@ -70,13 +69,13 @@ class FakeDriver:
     def cuCtxPopCurrent(self):
         return self.success, self.contexts.pop()
 
-    def cuThreadExchangeStreamCaptureMode(self, mode):
+    def exchange(self, mode):
         before, self.mode = self.mode, mode
-        return self.success, before
+        return before
 
     def cuModuleLoadData(self, image):
         assert self.contexts[-1] == "primary 0"
-        assert self.mode == "CU_STREAM_CAPTURE_MODE_RELAXED"
+        assert self.mode == driver.RELAXED
         assert image.endswith(b"\0")
         self.loaded += 1
         return self.success, "module"
@@ -111,6 +110,7 @@ class FakeDriver:
 def fake(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setattr(driver, "load", lambda: fake)
+    monkeypatch.setattr(driver, "exchange_capture_mode", fake.exchange)
     occupancy.resident_clusters.cache_clear()
     yield fake
     occupancy.resident_clusters.cache_clear()

@@ -19,10 +19,7 @@ from quack_core.errors import DeviceError, JitForbiddenError
 from quack_core.jit import policy
 from quack_core.jit.keys import Kernel, Key
 
-
-class Mode(IntEnum):
-    GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_RELAXED = 2
+GLOBAL = 0
 
 
 class Capture(IntEnum):
@@ -36,7 +33,6 @@ class FakeDriver:
     It refuses what a strict mode of capture forbids.
     """
 
-    CUstreamCaptureMode = Mode
     CUstreamCaptureStatus = Capture
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUuserObject_flags = SimpleNamespace(CU_USER_OBJECT_NO_DESTRUCTOR_SYNC=1)
@@ -47,7 +43,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.current, self.captures = 7, {}  # stream: capture
         self.status = Capture.CU_STREAM_CAPTURE_STATUS_ACTIVE
-        self.mode, self.contexts, self.retained = Mode.GLOBAL, [], 0
+        self.mode, self.contexts, self.retained = GLOBAL, [], 0
         self.memory: dict[int, Any] = {}
         self.cleared: list[int] = []
         self.owned: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -61,7 +57,7 @@ class FakeDriver:
             thread.join()
 
     def _unsafe(self) -> Any:
-        if self.captures and self.mode is not Mode.CU_STREAM_CAPTURE_MODE_RELAXED:
+        if self.captures and self.mode != driver.RELAXED:
             return SimpleNamespace(value=900, name="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
         if not self.contexts:
             return SimpleNamespace(value=201, name="CUDA_ERROR_INVALID_CONTEXT")
@@ -69,9 +65,9 @@ class FakeDriver:
 
     OK = SimpleNamespace(value=0)
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: Mode) -> Any:
+    def exchange(self, mode: int) -> int:
         before, self.mode = self.mode, mode
-        return self.OK, before
+        return before
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
         self.retained += 1
@@ -134,6 +130,7 @@ def view(device: int, address: int, ints: int) -> Tensor:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     made = FakeDriver()
     monkeypatch.setattr(driver, "load", lambda: made)
+    monkeypatch.setattr(driver, "exchange_capture_mode", made.exchange)
     monkeypatch.setattr(torch_workspace, "_current_stream", lambda device: made.current)
     monkeypatch.setattr(torch_workspace, "_is_capturing", lambda: made.current in made.captures)
     monkeypatch.setattr(torch_workspace, "_view", view)
@@ -141,7 +138,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(torch_workspace, name, {})
     monkeypatch.setattr(torch_workspace, "_free", defaultdict(list))
     yield made
-    assert (made.mode, made.contexts, made.retained) == (Mode.GLOBAL, [], 0)
+    assert (made.mode, made.contexts, made.retained) == (GLOBAL, [], 0)
 
 
 def place(state: Tensor) -> int:
@@ -306,11 +303,11 @@ def test_compiling_is_refused_while_this_stream_records(
     fake.captures = captures
     kernel = Kernel("module", SimpleNamespace(name="rmsnorm"), None, arch.get("sm90"))
     with torch_workspace.relaxed_capture():
-        assert fake.mode is Mode.CU_STREAM_CAPTURE_MODE_RELAXED  # loading from disk is allowed
+        assert fake.mode == driver.RELAXED  # loading from disk is allowed
         if captures == {7: 5}:
             with pytest.raises(JitForbiddenError, match="CUDA graph is being captured"):
                 policy.check(kernel, Key("0" * 64, {}))
         else:
             policy.check(kernel, Key("0" * 64, {}))
-    assert fake.mode is Mode.GLOBAL
+    assert fake.mode == GLOBAL
     policy.check(kernel, Key("0" * 64, {}))

@@ -15,7 +15,7 @@ from quack_core.jit import compile_keys
 from quack_core.jit.keys import Kernel
 from quack_core.jit.models import MODELS, Model
 from quack_core.testing import fake_cuda
-from quack_gemm import GemmConfig, kernels, launch, repeat
+from quack_gemm import GemmConfig, SplitK, kernels, launch, repeat
 
 SM90, SM100 = arch.get("sm90"), arch.get("sm100")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -58,6 +58,21 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
         {"epilogue": [(AddVector("float32"), t(136, dtype=F32))], "activation": "silu"},
     ),
     "gemm, split": lambda m: ("gemm", (t(m, 4096), t(136, 4096).mT), {"split_k": 4}),
+    "gemm, parts in memory": lambda m: (
+        "gemm",
+        (t(m, 4096), t(136, 4096).mT),
+        {"config": GemmConfig(128, 128, split_k=24, split_mode=SplitK.SEPARATE), "bias": t(136)},
+    ),
+    "gemm, parts added": lambda m: (
+        "gemm",
+        (t(m, 4096), t(136, 4096).mT),
+        {
+            "config": GemmConfig(128, 128, split_k=24, split_mode=SplitK.PARALLEL),
+            "c": t(m, 136),
+            "out_dtype": F32,
+        },
+    ),
+    "gemm, a long K": lambda m: ("gemm", (t(128, 64 * m), t(128, 64 * m).mT), {}),
     "gemm, configured": lambda m: ("gemm", (t(m, 64), t(136, 64).mT), {"config": HOW}),
     "gemm, 8 bits": lambda m: ("gemm", (t(m, 64, dtype=FP8), t(136, 64, dtype=FP8).mT), {}),
     "gemm, batches": lambda m: ("gemm", (t(3, m, 64), t(3, 136, 64).mT), {}),

@@ -7,8 +7,8 @@ from quack_blockscaled.__about__ import __version__ as __version__
 
 if TYPE_CHECKING:
     from quack_blockscaled.api import dequantize as dequantize
-    from quack_blockscaled.api import matmul as matmul
     from quack_blockscaled.api import quantize as quantize
+    from quack_blockscaled.api import quantize_both as quantize_both
     from quack_blockscaled.api import supports as supports
     from quack_blockscaled.files import load_file as load_file
     from quack_blockscaled.files import save_file as save_file
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from quack_blockscaled.formats import BlockFormat as BlockFormat
     from quack_blockscaled.formats import ElementFormat as ElementFormat
     from quack_blockscaled.formats import ScaleFormat as ScaleFormat
+    from quack_blockscaled.layers import linear as linear
+    from quack_blockscaled.products import matmul as matmul
+    from quack_blockscaled.products import matmul_grouped as matmul_grouped
     from quack_blockscaled.tensor import BlockScaledTensor as BlockScaledTensor
 
 # Each public name and its module, imported on first use: those who want only a format, on a machine
@@ -41,9 +44,12 @@ _HOME = {
     "ElementFormat": "quack_blockscaled.formats",
     "ScaleFormat": "quack_blockscaled.formats",
     "dequantize": "quack_blockscaled.api",
+    "linear": "quack_blockscaled.layers",
     "load_file": "quack_blockscaled.files",
-    "matmul": "quack_blockscaled.api",
+    "matmul": "quack_blockscaled.products",
+    "matmul_grouped": "quack_blockscaled.products",
     "quantize": "quack_blockscaled.api",
+    "quantize_both": "quack_blockscaled.api",
     "save_file": "quack_blockscaled.files",
     "supports": "quack_blockscaled.api",
 }
@@ -63,9 +69,12 @@ __all__ = [
     "ScaleFormat",
     "__version__",
     "dequantize",
+    "linear",
     "load_file",
     "matmul",
+    "matmul_grouped",
     "quantize",
+    "quantize_both",
     "save_file",
     "supports",
 ]

@@ -8,16 +8,16 @@ from torch import Tensor
 from quack_core import arch as arches
 from quack_core import torch_op
 from quack_core.arch import Arch
-from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from quack_core.errors import DTypeError, ShapeError, UnsupportedError
 
 from . import operators, reference, scales, sizes
 from .formats import FP8_BLOCK_1X128, BlockFormat
-from .product.spec import is_built as multiplies
 from .quantizer.spec import is_built
 from .tensor import BlockScaledTensor, check_tensor_scale
 
-OPERATORS = ("quantize", "dequantize", "matmul")
+OPERATORS = ("quantize", "dequantize", "matmul", "matmul_grouped", "linear")
 """What is built somewhere, or planned."""
+_PRODUCTS = ("matmul", "matmul_grouped", "linear")
 
 
 def quantize(
@@ -49,29 +49,54 @@ def quantize(
             which ``x`` is divided first, of a format that has one; 1 if None.
 
     Returns:
-        A `BlockScaledTensor` of the shape of ``x``.
+        A `BlockScaledTensor` of the shape of ``x``, in memory with ``dim`` last.
 
     Raises:
         DTypeError, ShapeError, DeviceError: name operand, dimension, found and needed value.
-        UnsupportedError: an unknown rule; on a GPU, what `supports` says no to, blocks along another
-            dimension, stochastic rounding: names the way out.
+        UnsupportedError: an unknown rule; on a GPU, what `supports` says no to, stochastic rounding
+            along another dimension than the last: names the way out.
     """
-    if not isinstance(x, Tensor):
-        raise DTypeError(f"quantize: x is {type(x).__name__}: it must be a tensor")
-    if not isinstance(format, BlockFormat):
-        raise DTypeError(f"quantize: format is {type(format).__name__}: it must be a BlockFormat")
-    torch_op.check_dtype("quantize", "x", x.dtype)
-    if not -x.dim() <= dim < x.dim():
-        raise ShapeError(f"quantize: dim is {dim}: x has {x.dim()} dimensions")
-    dim -= x.dim() if dim >= 0 else 0
-    sizes.check("quantize: x", x.shape, format, dim)
-    scales.check_rule(format, scale_rounding)
+    dim = _checked("quantize", x, format, dim, scale_rounding)
     _check_rounding(element_rounding, seed)
-    tensor_scale = _tensor_scale(x, format, per_tensor_scale)
+    tensor_scale = _tensor_scale("quantize", x, format, per_tensor_scale)
     values, found = operators.quantize(
         x, format, dim, scale_rounding, element_rounding, seed, tensor_scale
     )
     return BlockScaledTensor(values, found, format, dim, tensor_scale, x.dtype)
+
+
+def quantize_both(
+    x: Tensor,
+    format: BlockFormat,
+    *,
+    scale_rounding: str = "rceil",
+    per_tensor_scale: float | Tensor | None = None,
+) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """``x`` quantised along its last dimension and along the one before it: two calls of `quantize`.
+
+    On a GPU one kernel makes both from one read of ``x``, where elements have 8 bits and blocks of
+    one row 16 to 128 columns, or are of 128x128.
+
+    Args:
+        x: (..., M, N): float32, bfloat16 or float16. M and N are multiples of the block.
+        format, scale_rounding, per_tensor_scale: as of `quantize`.
+
+    Returns:
+        (rowwise, columnwise) of the shape of ``x``, with ``dim`` -1 and -2. The columns of the second
+        one are contiguous: its ``mT`` is the transposed tensor in row-major order.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, UnsupportedError: as of `quantize`.
+    """
+    name = "quantize_both"
+    _checked(name, x, format, -1, scale_rounding)
+    if x.dim() < 2:
+        raise ShapeError(f"{name}: x has {x.dim()} dimension: it must have 2 or more")
+    sizes.check(f"{name}: x", x.shape, format, -2)
+    tensor_scale = _tensor_scale(name, x, format, per_tensor_scale)
+    parts = operators.quantize_both(x, format, scale_rounding, tensor_scale)
+    rows = BlockScaledTensor(*parts[:2], format, -1, tensor_scale, x.dtype)
+    return rows, BlockScaledTensor(*parts[2:], format, -2, tensor_scale, x.dtype)
 
 
 def dequantize(x: BlockScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -79,59 +104,6 @@ def dequantize(x: BlockScaledTensor, dtype: torch.dtype | None = None) -> Tensor
     if not isinstance(x, BlockScaledTensor):
         raise DTypeError(f"dequantize: x is {type(x).__name__}: it must be a BlockScaledTensor")
     return x.dequantize(dtype)
-
-
-def matmul(
-    a: BlockScaledTensor, b: BlockScaledTensor, *, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """``a @ b`` of operands in blocks: the products of each 128 of K are summed, scaled, and added.
-
-    On Hopper the tensor cores take the operands as they are, and nothing of full size is made of
-    them; CPU tensors run the reference; meta and fake tensors give shapes.
-
-    Args:
-        a: (M, K) in `FP8_BLOCK_1X128` along K.
-        b: (K, N) in `FP8_BLOCK_128X128` along K: ``weight.mT`` of a quantised weight (N, K).
-        out_dtype: float32, bfloat16 or float16; by default that which ``a`` was quantised from.
-
-    Returns:
-        (M, N).
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: name operand, dimension, found and needed value.
-        UnsupportedError: other formats, or no kernel for the GPU; names the way out.
-
-    Numerics:
-        Sums of 128 products are those of the tensor cores, which keep about 14 bits of them on
-        Hopper; all else is float32, rounded once. Deterministic.
-    """
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, BlockScaledTensor):
-            raise DTypeError(
-                f"matmul: {name} is {type(x).__name__}: it must be a BlockScaledTensor"
-            )
-        if x.ndim != 2:
-            raise ShapeError(f"matmul: {name} has {x.ndim} dimensions: it must have 2")
-    if not multiplies(a.format, b.format):
-        raise UnsupportedError(
-            f"matmul: a is {a.format.name}, b is {b.format.name}",
-            "there are products of fp8_block_1x128 and fp8_block_128x128",
-            "quantise to these, or multiply what dequantize() gives",
-        )
-    if (a.dim, b.dim) != (-1, -2):
-        raise ShapeError(
-            f"matmul: a is quantised along {a.dim}, b along {b.dim}: it must be -1 and -2, which is K; "
-            "take .mT of a weight (N, K) that is quantised along -1"
-        )
-    if a.shape[1] != b.shape[0]:
-        raise ShapeError(
-            f"matmul: a.shape[1] is {a.shape[1]}, b.shape[0] {b.shape[0]}: must be equal"
-        )
-    if a.device != b.device:
-        raise DeviceError(f"matmul: a is on {a.device}, b on {b.device}")
-    dtype = a.dtype if out_dtype is None else out_dtype
-    torch_op.check_dtype("matmul", "out_dtype", dtype)
-    return operators.matmul(a.values, a.scales, b.values.mT, b.scales.mT, dtype)
 
 
 def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
@@ -154,11 +126,26 @@ def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
     if not isinstance(format, BlockFormat):
         raise DTypeError(f"supports: format is {type(format).__name__}: it must be a BlockFormat")
     if arch == "cpu":
-        return op != "matmul" or format == FP8_BLOCK_1X128
+        return op not in _PRODUCTS or format == FP8_BLOCK_1X128
     target = arch if isinstance(arch, Arch) else arches.get(arch)
-    if op == "matmul":
+    if op in _PRODUCTS:
         return target.wgmma and format == FP8_BLOCK_1X128
     return op == "quantize" and is_built(format)  # of the other one there are no kernels yet
+
+
+def _checked(name: str, x: Tensor, format: BlockFormat, dim: int, scale_rounding: str) -> int:
+    """That x can be quantised so; its dimension counted from the end."""
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"{name}: x is {type(x).__name__}: it must be a tensor")
+    if not isinstance(format, BlockFormat):
+        raise DTypeError(f"{name}: format is {type(format).__name__}: it must be a BlockFormat")
+    torch_op.check_dtype(name, "x", x.dtype)
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(f"{name}: dim is {dim}: x has {x.dim()} dimensions")
+    dim -= x.dim() if dim >= 0 else 0
+    sizes.check(f"{name}: x", x.shape, format, dim)
+    scales.check_rule(format, scale_rounding)
+    return dim
 
 
 def _check_rounding(rounding: str, seed: int | None) -> None:
@@ -177,12 +164,14 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise UnsupportedError(f"quantize: seed is {seed}", "it must be 0 to 2**63 - 1")
 
 
-def _tensor_scale(x: Tensor, format: BlockFormat, given: float | Tensor | None) -> Tensor | None:
+def _tensor_scale(
+    name: str, x: Tensor, format: BlockFormat, given: float | Tensor | None
+) -> Tensor | None:
     """The per-tensor scale that is stored with the operand: absent means exactly 1."""
     if not format.per_tensor:
         if given is not None:
             raise UnsupportedError(
-                "quantize: per_tensor_scale was given",
+                f"{name}: per_tensor_scale was given",
                 f"{format.name} has none",
                 "divide x by it, or use a format that has one",
             )
@@ -190,14 +179,14 @@ def _tensor_scale(x: Tensor, format: BlockFormat, given: float | Tensor | None) 
     if isinstance(given, Tensor):
         if given.numel() != 1:
             raise ShapeError(
-                f"quantize: per_tensor_scale has the shape {tuple(given.shape)}: it must be ()"
+                f"{name}: per_tensor_scale has the shape {tuple(given.shape)}: it must be ()"
             )
         given = given.detach().reshape(())
-        check_tensor_scale("quantize: per_tensor_scale", given, x.device)
+        check_tensor_scale(f"{name}: per_tensor_scale", given, x.device)
         return given
     number = 1.0 if given is None else float(given)
     if not 0 < number < math.inf:
         raise UnsupportedError(
-            f"quantize: per_tensor_scale is {number}", "it must be a positive number, and no Inf"
+            f"{name}: per_tensor_scale is {number}", "it must be a positive number, and no Inf"
         )
     return x.new_full((), number, dtype=torch.float32)

@@ -5,13 +5,13 @@ NaN becomes the format's NaN, or the positive largest number where there is none
 rounds to zero, keep their sign.
 """
 
-import struct
-
 import torch
 from torch import Tensor
 
-from .formats import ElementFormat
-from .philox import NOISE_BITS
+from quack_core.errors import ShapeError
+
+from .formats import ElementFormat, float_bits
+from .philox import NOISE_BITS, PER_CALL, WORD, philox
 
 FLOAT_MANTISSA = 23
 FLOAT_BIAS = 127
@@ -19,12 +19,6 @@ FLOAT_INF = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
 WIDEST = 30
 """Shifts by more are not defined, or reach the sign; by so many, none of 24 bits are left."""
-
-
-def float_bits(value: float) -> int:
-    """The bits of a number in float32, rounded to it."""
-    found: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return found
 
 
 def encode(x: Tensor, element: ElementFormat, noise: Tensor | None = None) -> Tensor:
@@ -61,6 +55,27 @@ def encode(x: Tensor, element: ElementFormat, noise: Tensor | None = None) -> Te
     code = code | ((bits < 0).int() << element.bits - 1)
     code = torch.where(bits & MAGNITUDE > FLOAT_INF, element.nan_code, code)
     return code.to(torch.uint8)
+
+
+def noise(elements: int, seed: int, device: torch.device) -> Tensor:
+    """16 random bits for each element of a tensor, int32, in row-major order of its shape.
+
+    Raises:
+        ShapeError: the seed is negative, or has more than 63 bits.
+    """
+    if not 0 <= seed < 2**63:
+        raise ShapeError(f"quantize: seed is {seed}: it must be 0 to 2**63 - 1")
+    calls = torch.arange(-(-elements // PER_CALL), dtype=torch.int64, device=device)
+    zero = torch.zeros_like(calls)
+    words = philox([calls & WORD, calls >> 32, zero, zero], (seed & WORD, seed >> 32), multiply)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, -1).reshape(-1)[:elements].int()
+
+
+def multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of a product, int64 as its factor is."""
+    product = word * by  # of 64 bits: int64 wraps, and the masks undo the sign
+    return product >> 32 & WORD, product & WORD
 
 
 def decode(codes: Tensor, element: ElementFormat) -> Tensor:

@@ -4,6 +4,7 @@ Source: OCP Microscaling Formats (MX) v1.0 for the MX formats and their elements
 ue4m3 scales of 16 elements; fp8 in blocks of 128 as in the report on DeepSeek-V3.
 """
 
+import struct
 from dataclasses import dataclass
 
 from quack_core.errors import DTypeError, ShapeError
@@ -213,6 +214,12 @@ class BlockFormat:
         """Of a block, along the dimension that is quantised."""
         return self.block[1]
 
+    @property
+    def by_column(self) -> bool:
+        """Whether scales lie in memory with those of neighbouring rows beside each other, as products
+        read float32 scales of single rows; else as the blocks."""
+        return self.rows == 1 and self.scale == FLOAT32
+
     def packed(self, elements: int) -> int:
         """Bytes of so many elements, a multiple of those in a group."""
         per_group, size = self.element.group
@@ -242,3 +249,9 @@ FORMATS = {
     )
 }
 """The formats above by name."""
+
+
+def float_bits(value: float) -> int:
+    """The bits of a number in float32, rounded to it."""
+    found: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return found

@@ -37,6 +37,17 @@ def quantize(
     return found
 
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def quantize_both(
+    x: Tensor, format: BlockFormat, scale_rounding: str, tensor_scale: Tensor | None
+) -> Parts:
+    """Values and scales along the last dimension, then those along the one before it."""
+    found: Parts = quantize_both_fwd(x, tensor_scale, record.text(format), scale_rounding)
+    return found
+
+
 def dequantize(
     values: Tensor,
     scales: Tensor,
@@ -59,15 +70,18 @@ def _quantize_cpu(
     element_rounding: str,
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
+    known = record.parse(format)
     values, scales, _ = reference.quantize(
         x,
-        record.parse(format),
+        known,
         dim=dim,
         scale_rounding=scale_rounding,
         element_rounding=element_rounding,
         seed=seed,
         per_tensor_scale=tensor_scale,
     )
+    if known.by_column:
+        scales = launch.empty_scales(x, known, dim).copy_(scales)
     return values, scales
 
 
@@ -81,7 +95,7 @@ def _quantize_cuda(
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
     return launch.forward(
-        x, record.parse(format), dim, scale_rounding, element_rounding, tensor_scale
+        x, record.parse(format), dim, scale_rounding, element_rounding, seed, tensor_scale
     )
 
 
@@ -95,6 +109,20 @@ def _quantize_fake(
     seed: int | None,
 ) -> tuple[Tensor, Tensor]:
     return launch.empty(x, record.parse(format), dim)
+
+
+def _both_cpu(x: Tensor, tensor_scale: Tensor | None, format: str, scale_rounding: str) -> Parts:
+    how = (scale_rounding, "nearest-even", None)
+    rows = _quantize_cpu(x, tensor_scale, format, -1, *how)
+    return *rows, *_quantize_cpu(x, tensor_scale, format, -2, *how)
+
+
+def _both_cuda(x: Tensor, tensor_scale: Tensor | None, format: str, scale_rounding: str) -> Parts:
+    return launch.both(x, record.parse(format), scale_rounding, tensor_scale)
+
+
+def _both_fake(x: Tensor, tensor_scale: Tensor | None, format: str, scale_rounding: str) -> Parts:
+    return *launch.empty(x, record.parse(format), -1), *launch.empty(x, record.parse(format), -2)
 
 
 def _dequantize_cpu(
@@ -153,6 +181,16 @@ quantize_fwd = torch_op.register(
     backward=_no_gradient("quantize"),
 )
 
+quantize_both_fwd = torch_op.register(
+    _LIBRARY,
+    "quantize_both_fwd(Tensor x, Tensor? tensor_scale, str format, str scale_rounding) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_both_cpu,
+    cuda=_both_cuda,
+    fake=_both_fake,
+    backward=_no_gradient("quantize_both"),
+)
+
 dequantize_fwd = torch_op.register(
     _LIBRARY,
     "dequantize_fwd(Tensor values, Tensor scales, Tensor? tensor_scale, str format, int dim, "
@@ -167,7 +205,7 @@ dequantize_fwd = torch_op.register(
 def _matmul_fake(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+    return multiply.empty(a, b.shape[0], dtype)
 
 
 matmul_fwd = torch_op.register(
@@ -181,6 +219,48 @@ matmul_fwd = torch_op.register(
 
 
 def matmul(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts of two `BlockScaledTensor`, checked; arguments as of `matmul.reference`."""
+    """Parts of two `BlockScaledTensor`, checked; arguments as of `product.reference.matmul`."""
     found: Tensor = matmul_fwd(a, scale_a, b, scale_b, dtype)
     return found
+
+
+def _grouped_fake(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return multiply.empty(a, b.shape[1], dtype)
+
+
+matmul_grouped_fwd = torch_op.register(
+    _LIBRARY,
+    "matmul_grouped_fwd(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offsets, "
+    "ScalarType dtype) -> Tensor",
+    cpu=multiplied.grouped,
+    cuda=multiply.grouped,
+    fake=_grouped_fake,
+    backward=_no_gradient("matmul_grouped"),
+)
+
+
+def matmul_grouped(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Parts of two `BlockScaledTensor`, checked; arguments as of `product.reference.grouped`."""
+    found: Tensor = matmul_grouped_fwd(a, scale_a, b, scale_b, offsets, dtype)
+    return found
+
+
+def matmul_into(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, accumulate: bool
+) -> Tensor:
+    """`matmul`, written to ``out`` or added to it."""
+    if a.is_cuda and torch_op.eager(a, scale_a, b, scale_b, out):
+        multiply.forward(a, scale_a, b, scale_b, out.dtype, out=out, accumulate=accumulate)
+        torch_op.bump_version(out)
+        return out
+    found = matmul(a, scale_a, b, scale_b, out.dtype)
+    return out.add_(found) if accumulate else out.copy_(found)
+
+
+def writable(out: Tensor) -> bool:
+    """Whether kernels can write a product there; nothing is known while torch.compile traces."""
+    return not torch_op.addressed(out) or multiply.is_readable(out)

@@ -23,7 +23,6 @@ from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedEr
 from . import elements, sizes
 from . import scales as scaling
 from .formats import BlockFormat
-from .philox import noise
 
 ROUNDINGS = ("nearest-even", "stochastic")
 
@@ -53,7 +52,7 @@ def quantize(
     seed: int | None = None,
     per_tensor_scale: float | Tensor | None = None,
 ) -> Quantized:
-    """Elements and scales of x; both contiguous.
+    """Elements and scales of x, in memory with ``dim`` last: a product reads them along it.
 
     A block with a NaN or an Inf is lost as a whole, and says so, in every format alike: its scale is
     NaN, and so are its elements where they have one; else they are the largest number. No other
@@ -143,7 +142,7 @@ def dequantize(
     codes = elements.unpack(_rows(values, dim).view(torch.uint8), format.element)
     steps = _steps(_rows(scales, dim), format, whole)
     blocks = _cut(elements.decode(codes, format.element), format) * steps[..., :, None, :, None]
-    return _turn(blocks.flatten(-2).flatten(-3, -2), values.dim(), dim).to(dtype)
+    return _turn(blocks.flatten(-2).flatten(-3, -2), values.dim(), dim).contiguous().to(dtype)
 
 
 def _steps(found: Tensor, format: BlockFormat, whole: Tensor | None) -> Tensor:
@@ -167,7 +166,7 @@ def _noise(x: Tensor, rounding: str, seed: int | None) -> Tensor | None:
             "random bits are a function of a seed",
             "pass a seed, 0 to 2**63 - 1",
         )
-    return noise(x.numel(), seed, x.device).view(x.shape)
+    return elements.noise(x.numel(), seed, x.device).view(x.shape)
 
 
 def _per_tensor(
@@ -216,8 +215,8 @@ def _rows(x: Tensor, dim: int) -> Tensor:
 
 
 def _turn(x: Tensor, ndim: int, dim: int) -> Tensor:
-    """The inverse, for a result."""
-    return (x.squeeze(0) if ndim == 1 else x).transpose(dim, -1).contiguous()
+    """The inverse, for a result: a view."""
+    return (x.squeeze(0) if ndim == 1 else x).transpose(dim, -1)
 
 
 def _cut(x: Tensor, format: BlockFormat) -> Tensor:

@@ -183,11 +183,17 @@ def _each(index: Any, ndim: int) -> list[int | slice]:
 
 
 def _bounds(one: slice, dim: int, size: int, block: int) -> tuple[int, int]:
-    """Where a slice of whole blocks begins and ends."""
-    start, stop, step = one.indices(size)
+    """Where a slice of whole blocks begins and ends.
+
+    As `slice.indices` does it, which torch.compile cannot follow.
+    """
+    if one.step not in (None, 1):
+        raise ShapeError(
+            f"BlockScaledTensor: the step of dimension {dim} is {one.step}: it must be 1"
+        )
+    start = 0 if one.start is None else _inside(one.start, size)
+    stop = size if one.stop is None else _inside(one.stop, size)
     stop = max(start, stop)
-    if step != 1:
-        raise ShapeError(f"BlockScaledTensor: the step of dimension {dim} is {step}: it must be 1")
     for name, at in (("start", start), ("stop", stop)):
         if at % block:
             raise ShapeError(
@@ -195,6 +201,11 @@ def _bounds(one: slice, dim: int, size: int, block: int) -> tuple[int, int]:
                 f"block, {block}; dequantize() first to cut blocks"
             )
     return start, stop
+
+
+def _inside(at: int, size: int) -> int:
+    """A bound of a slice, counted from the front and within it; negative ones count from the end."""
+    return min(max(at + size if at < 0 else at, 0), size)
 
 
 def _check(x: BlockScaledTensor) -> None:

@@ -134,17 +134,7 @@ def _override(text: str) -> Arch:
 
 @functools.cache
 def _of_device(device_index: int) -> Arch:
-    api = driver.load()
-    device = driver.call(api.cuDeviceGet, device_index)
-    attribute = api.CUdevice_attribute
-    major, minor = (
-        int(driver.call(api.cuDeviceGetAttribute, name, device))
-        for name in (
-            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-        )
-    )
-    return from_capability((major, minor))
+    return from_capability(driver.capability(device_index))
 
 
 def ctas_by_registers(registers_per_sm: int, threads: int, registers: int) -> int:

@@ -1,10 +1,84 @@
-"""The CUDA driver through ``cuda.bindings``, which arrives with the DSL: loaded on first use."""
+"""The CUDA driver, loaded on first use.
+
+Through ``cuda.bindings``, which arrives with the DSL; what the first call of a kernel needs comes from
+the driver's library itself, because importing the bindings takes 10 ms.
+"""
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from quack_core.errors import DeviceError
+
+LIBRARY = "libcuda.so.1"
+MAJOR, MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and its neighbour."""
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+# --- the library itself
+
+
+@functools.cache
+def library() -> Any:
+    """The driver's library, initialised; creates no context.
+
+    Raises:
+        DeviceError: the driver or a GPU is missing.
+    """
+    try:
+        found = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise DeviceError(f"no CUDA driver found ({_first_line(error)})") from error
+    _ask(found, "cuInit", 0)
+    return found
+
+
+def capability(device_index: int) -> tuple[int, int]:
+    """Compute capability of a device.
+
+    Raises:
+        DeviceError: no driver, or no such device.
+    """
+    api, device, found = library(), ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    _ask(api, "cuDeviceGet", ctypes.byref(device), device_index)
+    for number, name in zip(found, (MAJOR, MINOR), strict=True):
+        _ask(api, "cuDeviceGetAttribute", ctypes.byref(number), name, device)
+    return found[0].value, found[1].value
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread load modules and allocate while a graph is recorded, by it or another.
+
+    The strict modes of capture forbid both. Nothing of it is recorded.
+    """
+    before = exchange_capture_mode(RELAXED)
+    try:
+        yield
+    finally:
+        exchange_capture_mode(before)
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set what this thread may do while a graph is recorded; returns the mode so far."""
+    value = ctypes.c_int(mode)
+    _ask(library(), "cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
+    return value.value
+
+
+def _ask(api: Any, name: str, *args: Any) -> None:
+    status = getattr(api, name)(*args)
+    if status:
+        text = ctypes.c_char_p()
+        api.cuGetErrorName(status, ctypes.byref(text))
+        raise DeviceError(f"{name} returned {(text.value or str(status).encode()).decode()}")
+
+
+# --- the bindings
 
 
 def load() -> Any:

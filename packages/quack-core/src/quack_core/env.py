@@ -1,15 +1,13 @@
 """Every environment variable of the project: the one table, which the packages read through."""
 
 import os
-from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """One variable.
 
     Args:

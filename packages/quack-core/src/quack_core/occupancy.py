@@ -105,16 +105,12 @@ def _check(limits: dict[str, int], cluster: int, threads: int, smem_bytes: int) 
 @contextlib.contextmanager
 def _loaded_probe(api: Any) -> Iterator[Any]:
     # Loading code would break a stream capture in progress on this thread, unless it is relaxed.
-    relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = driver.call(api.cuThreadExchangeStreamCaptureMode, relaxed)
-    try:
+    with driver.relaxed_capture():
         module = driver.call(api.cuModuleLoadData, _PROBE)
         try:
             yield driver.call(api.cuModuleGetFunction, module, b"probe")
         finally:
             driver.call(api.cuModuleUnload, module)
-    finally:
-        driver.call(api.cuThreadExchangeStreamCaptureMode, before)
 
 
 def _count(api: Any, probe: Any, sms: int, cluster: int, threads: int, smem_bytes: int) -> int:

@@ -97,21 +97,15 @@ def counters(device: int, count: int) -> Tensor:
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread load modules and allocate while a graph is recorded, by it or another.
-
-    The strict modes of capture forbid both. Nothing of it is recorded. Where this stream is the one
-    that records, a kernel that would have to be compiled raises JitForbiddenError instead, before
-    anything of the capture is lost.
+    """``driver.relaxed_capture``; and where this stream is the one that records, a kernel that would
+    have to be compiled raises JitForbiddenError instead, before anything of the capture is lost.
     """
-    cuda = driver.load()
     recording = _is_capturing is not None and _is_capturing()
-    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = driver.call(cuda.cuThreadExchangeStreamCaptureMode, relaxed)
-    try:
-        with policy.forbidden(CAPTURING) if recording else contextlib.nullcontext():
-            yield
-    finally:
-        driver.call(cuda.cuThreadExchangeStreamCaptureMode, before)
+    with (
+        driver.relaxed_capture(),
+        policy.forbidden(CAPTURING) if recording else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def release() -> None:

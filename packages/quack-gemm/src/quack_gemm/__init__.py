@@ -8,6 +8,7 @@ from quack_gemm.__about__ import __version__ as __version__
 if TYPE_CHECKING:
     from quack_gemm.api import gemm as gemm
     from quack_gemm.config import GemmConfig as GemmConfig
+    from quack_gemm.config import SplitK as SplitK
     from quack_gemm.fused import gemm_act as gemm_act
     from quack_gemm.fused import gemm_add as gemm_add
     from quack_gemm.fused import gemm_dact as gemm_dact
@@ -30,6 +31,7 @@ _HOME = {
     "GemmConfig": "quack_gemm.config",
     "Linear": "quack_gemm.layers",
     "MLP": "quack_gemm.layers",
+    "SplitK": "quack_gemm.config",
     "gemm": "quack_gemm.api",
     "gemm_act": "quack_gemm.fused",
     "gemm_add": "quack_gemm.fused",
@@ -50,6 +52,7 @@ __all__ = [
     "MLP",
     "GemmConfig",
     "Linear",
+    "SplitK",
     "__version__",
     "gemm",
     "gemm_act",

@@ -58,7 +58,8 @@ def gemm(
         scale_b: likewise, or of (1, N).
         split_k: CTAs that have parts of each tile's K (1, 2, 4 or 8); chosen by a rule if None.
             Their sums are added in order, so the bits do not depend on timing.
-        config: how to compute it, ``split_k`` included; chosen by a rule if None.
+        config: how to compute it, ``split_k`` included, and with `SplitK` other ways to add the parts;
+            chosen by a rule if None.
 
     Returns:
         (M, N) or (L, M, N). Rows of a result that we allocate begin at multiples of 16 bytes: where N
@@ -72,7 +73,8 @@ def gemm(
     Numerics:
         Products are summed in float32, those of 8-bit operands in parts of 128 along K, since the
         tensor cores of Hopper keep about 14 bits of such sums; the epilogue is float32, and results
-        are rounded once. Deterministic for a shape and configuration.
+        are rounded once. Deterministic for a shape and configuration, but for `SplitK.PARALLEL`, which
+        no rule chooses.
     """
     given = {
         "a": a, "b": b, "c": c, "bias": bias, "alpha": alpha, "beta": beta,

@@ -2,12 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from quack_core import dtypes
 from quack_core.arch import SM90
 from quack_core.gemm.epilogue import PARTIALS, Kind, Vector, operands
 
 from .spec import GemmSpec
+
+
+class SplitK(StrEnum):
+    """How the parts of a tile's K come together."""
+
+    SERIAL = "serial"
+    """CTAs of a cluster have them, and exchange their sums: the same bits on every run."""
+    PARALLEL = "parallel"
+    """Each is added to a float32 D when it is done, in no fixed order: bits vary from run to run."""
+    SEPARATE = "separate"
+    """Each is written to memory, and a second kernel adds them in order: the same bits on every run."""
+
 
 WARPGROUP = 128
 """Threads that issue a matrix instruction together."""
@@ -59,8 +72,8 @@ class GemmConfig:
         group: rows of clusters whose tiles are worked on together, for L2.
         stages: parts of K under way; 0: as many as fit.
         swap: B^T A^T is computed instead, so that few rows of A are columns of an instruction.
-        split_k: CTAs of a cluster that have parts of a tile's K; they exchange their sums, and add them
-            in a fixed order.
+        split_k: parts of a tile's K.
+        split_mode: where they are added, see `SplitK`; without parts it is ``SERIAL``.
         prefetch: B is loaded while the kernel before this one on the stream ends, which must not write
             B, and the kernel behind may start early as well.
     """
@@ -74,6 +87,7 @@ class GemmConfig:
     stages: int = 0
     swap: bool = False
     split_k: int = 1
+    split_mode: SplitK = SplitK.SERIAL
     prefetch: bool = False
 
     def __post_init__(self) -> None:
@@ -90,15 +104,7 @@ class GemmConfig:
             raise ValueError(f"group={self.group}: must be at least 1")
         if self.split_k < 1:
             raise ValueError(f"split_k={self.split_k}: must be at least 1")
-        if self.cluster > MOST_CTAS:
-            raise ValueError(
-                f"cluster_m * cluster_n * split_k is {self.cluster}: at most {MOST_CTAS} is portable"
-            )
-        if self.split_k > 1 and (self.pingpong or self.atoms > 1):
-            raise ValueError(
-                f"split_k={self.split_k} with pingpong={self.pingpong}, tile_m={self.tile_m}: needs "
-                "warpgroups that share a tile, with 64 rows each"
-            )
+        self._check_split()
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: must be 0 or at least 2")
         most = MOST_SUMS[self.groups]
@@ -108,10 +114,50 @@ class GemmConfig:
                 f"at most {most} fit its registers"
             )
 
+    def _check_split(self) -> None:
+        if self.split_mode not in tuple(SplitK):
+            raise ValueError(f"split_mode={self.split_mode}: must be one of {', '.join(SplitK)}")
+        if self.split_mode != SplitK.SERIAL and self.split_k < 2:
+            raise ValueError(
+                f"split_k={self.split_k} with split_mode={self.split_mode}: must be at least 2"
+            )
+        if self.cluster > MOST_CTAS:
+            factors = "cluster_m * cluster_n" + " * split_k" * (self.peers > 1)
+            way_out = f"; split_mode={SplitK.SEPARATE} has any number of parts" * (self.peers > 1)
+            raise ValueError(
+                f"{factors} is {self.cluster}: at most {MOST_CTAS} is portable{way_out}"
+            )
+        if self.split_k > 1 and self.pingpong:
+            raise ValueError(
+                f"split_k={self.split_k} with pingpong={self.pingpong}: needs warpgroups that share a "
+                "tile"
+            )
+        if self.peers > 1 and self.atoms > 1:
+            raise ValueError(
+                f"split_k={self.split_k} with tile_m={self.tile_m}: {SplitK.SERIAL} parts need 64 rows "
+                "for each warpgroup"
+            )
+
+    @property
+    def peers(self) -> int:
+        """CTAs of a cluster that have parts of a tile's K and exchange their sums."""
+        return self.split_k if self.split_mode == SplitK.SERIAL else 1
+
+    @property
+    def ranges(self) -> int:
+        """Parts of K that are tiles of their own: clusters have them one after the other."""
+        return 1 if self.split_mode == SplitK.SERIAL else self.split_k
+
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_n * self.split_k
+        return self.cluster_m * self.cluster_n * self.peers
+
+    def product(self, spec: GemmSpec) -> GemmSpec:
+        """What the kernel of the product computes, where ``spec`` is asked for."""
+        if self.split_mode == SplitK.SEPARATE:
+            return spec.sums
+        return spec.into_c if self.split_mode == SplitK.PARALLEL else spec
 
     @property
     def groups(self) -> int:
@@ -192,7 +238,7 @@ class GemmConfig:
         return self._shares(self.piece_cols(spec))
 
     def _shares(self, cols: int) -> int:
-        return math.gcd(self._pieces(cols), self.split_k)
+        return math.gcd(self._pieces(cols), self.peers)
 
     def buffers(self, spec: GemmSpec) -> int:
         """Parts of a warpgroup on their way out: two, if a share has more than one."""
@@ -211,7 +257,7 @@ class GemmConfig:
 
     def _store_bytes(self, spec: GemmSpec, cols: int) -> int:
         elements = self.groups * self._buffers(cols) * ATOM_M * cols
-        found = (self.split_k - 1) * self.tile_m * self.tile_n * 4 // self._shares(cols)
+        found = (self.peers - 1) * self.tile_m * self.tile_n * 4 // self._shares(cols)
         for i, name in enumerate(spec.outputs):
             found += spec.cols(i, elements) * dtypes.width(name) // 8 * (1 + spec.symmetric)
         shared = Kind.COLUMN if self.swap else Kind.ROW
@@ -237,8 +283,8 @@ class GemmConfig:
         Raises:
             ValueError: too little shared memory, or an epilogue that the tile does not suit.
         """
-        if spec.reductions and self.split_k > 1:
-            raise ValueError(f"{self}: rows and columns are reduced without split_k")
+        self._check_parts(spec)
+        spec = self.product(spec)
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
         side = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
@@ -258,18 +304,7 @@ class GemmConfig:
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
                 f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
             )
-        if dtypes.width(spec.a) == 8:
-            if self.tile_n % (16 * PARTS) or self.atoms > 1:
-                raise ValueError(
-                    f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
-                    "64 rows for each warpgroup"
-                )
-            most = MOST_PROMOTED[self.groups]
-            if self.accumulators > most:
-                raise ValueError(
-                    f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
-                    f"{2 * most} fit its registers"
-                )
+        self._check_promoted(spec)
         most = self._most_busy(spec)
         if most and self.accumulators > most:
             raise ValueError(
@@ -283,6 +318,34 @@ class GemmConfig:
                     f"{MULTICAST_ROWS * sharers}"
                 )
 
+    def _check_parts(self, spec: GemmSpec) -> None:
+        if spec.reductions and self.split_k > 1:
+            raise ValueError(
+                f"{self}: rows and columns are reduced without split_k, whatever split_mode is"
+            )
+        if spec.symmetric and self.ranges > 1:
+            raise ValueError(
+                f"{self}: half of a symmetric D is computed without split_k, or with split_mode="
+                f"{SplitK.SERIAL}"
+            )
+        if self.split_mode == SplitK.PARALLEL:
+            spec.check_linear(str(self))
+
+    def _check_promoted(self, spec: GemmSpec) -> None:
+        if dtypes.width(spec.a) != 8:
+            return
+        if self.tile_n % (16 * PARTS) or self.atoms > 1:
+            raise ValueError(
+                f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
+                "64 rows for each warpgroup"
+            )
+        most = MOST_PROMOTED[self.groups]
+        if self.accumulators > most:
+            raise ValueError(
+                f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
+                f"{2 * most} fit its registers"
+            )
+
     def _most_busy(self, spec: GemmSpec) -> int:
         """Sums of a thread that an epilogue leaves registers for; 0 if it takes none to speak of."""
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
@@ -292,3 +355,28 @@ class GemmConfig:
         if tiles and spec.reductions:
             return MOST_BUSIEST_SUMS
         return MOST_BUSY_SUMS if tiles or spec.reductions else 0
+
+
+MOST_SLICES = 8
+LOADS = 8
+"""Parts that a thread takes at a time."""
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """The kernel behind one with ``SplitK.SEPARATE``, which adds the parts; any architecture.
+
+    Args:
+        slices: of the parts; different threads add them up, and one thread what they found.
+    """
+
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.slices not in (1, 2, 4, 8):
+            raise ValueError(f"slices={self.slices}: must be 1, 2, 4 or 8")
+
+    @classmethod
+    def of(cls, parts: int) -> "SumConfig":
+        """For so many parts: as many slices as have loads enough to hide their latency."""
+        return cls(min(MOST_SLICES, 1 << max(0, (parts // LOADS).bit_length() - 1)))

@@ -6,14 +6,14 @@ candidates: whole waves of tiles, how fast small tiles are fed, how much of the 
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from quack_core import dtypes
 from quack_core.arch import Arch
 from quack_core.errors import ShapeError, UnsupportedError
 
-from .config import ATOM_M, MOST_CTAS, SWIZZLE_BYTES, GemmConfig
+from .config import ATOM_M, MOST_CTAS, SWIZZLE_BYTES, GemmConfig, SplitK
 from .spec import GemmSpec
 
 FMA_PER_CYCLE = 2048
@@ -62,6 +62,20 @@ per cycle, some 1500 cycles late."""
 SPLITS = (1, 2, 4, 8)
 """Parts of K that are considered. Clusters of 3 and of 6 CTAs took 1.2 times as long as their work, on the
 average of 400 timed kernels: they leave more SMs without work than the count of clusters says."""
+
+RANGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Parts of K in memory that are considered: two thirds or more of any number of SMs get one, and few
+kernels are compiled."""
+MOST_CHOICES = 3
+"""Of them for a tile: the largest ones of a single wave. More parts take more memory for less work."""
+SUM_CYCLES = 3860
+"""The kernel that adds parts, beside what it reads. Source: 2.2 us at 1755 MHz, the fixed time of a launch
+in the floors of all suites."""
+L2_CAPACITY = 50 << 20
+"""Bytes; more parts than that go through DRAM. Source: H100 data sheet."""
+CLEARLY = 1.1
+"""By how much the model must find them faster than all others: a margin, as it was fitted to no times of
+such kernels."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +126,53 @@ def default(problem: Problem, arch: Arch, split_k: int | None = None) -> GemmCon
         raise ShapeError(
             f"gemm: split_k is {split_k}: with such operands it must be one of {there}"
         )
-    return min(found, key=lambda config: (cycles(problem, config), repr(config)))
+    count, best = _least(problem, found)
+    apart = separate(problem) if split_k is None else ()
+    if apart:
+        fewer, other = _least(problem, apart)
+        best = other if fewer * CLEARLY < count else best
+    return best
+
+
+def _least(problem: Problem, configs: Sequence[GemmConfig]) -> tuple[float, GemmConfig]:
+    """The fewest cycles, and the first configuration that takes as many."""
+    counts = [cycles(problem, config) for config in configs]
+    least = min(counts)
+    return least, configs[counts.index(least)]
 
 
 @functools.cache
 def candidates(spec: GemmSpec) -> tuple[GemmConfig, ...]:
-    """All configurations that fit, do not spill, and have stages enough."""
-    return tuple(config for config in _all(spec) if _fits(config, spec))
+    """All configurations that fit, do not spill, and have stages enough, in the order of their texts.
+
+    Those whose parts of K go through memory are in `separate`, as their number depends on the sizes.
+    """
+    return tuple(sorted([config for config in _all(spec) if _fits(config, spec)], key=repr))
+
+
+def separate(problem: Problem) -> tuple[GemmConfig, ...]:
+    """Configurations with parts of K in memory, whose tiles are so few that all run at a time."""
+    found = []
+    for config in tiles_apart(problem.spec):
+        across, down = _clusters(problem, config)
+        room = _resident(problem, config) // (across * down * problem.batches)
+        most = min(room, math.ceil(problem.k / config.tile_k(problem.spec)))
+        fitting = [ranges for ranges in RANGES if ranges <= most]
+        found += [replace(config, split_k=ranges) for ranges in fitting[-MOST_CHOICES:]]
+    return tuple(found)
+
+
+@functools.cache
+def tiles_apart(spec: GemmSpec) -> tuple[GemmConfig, ...]:
+    """Those of `separate`, with two parts each."""
+    tiles = [(m, n, 1, False) for m in (64, 128) for n in (64, 128, 256)]
+    tiles += [(128, 256, 2, False), (256, 128, 1, False)]
+    tiles += [(128, n, 1, True) for n in (16, 32, 64, 128)]  # rows of a as columns
+    found = [
+        GemmConfig(m, n, cluster_m, swap=swap, split_k=2, split_mode=SplitK.SEPARATE)
+        for m, n, cluster_m, swap in tiles
+    ]
+    return tuple(sorted([config for config in found if _fits(config, spec)], key=repr))
 
 
 def _all(spec: GemmSpec) -> Iterator[GemmConfig]:
@@ -155,17 +209,17 @@ def _fits(config: GemmConfig, spec: GemmSpec) -> bool:
         config.check(spec)
     except ValueError:
         return False
-    return config.depth(spec) * config.stage_bytes(spec) >= LEAST_BYTES
+    product = config.product(spec)
+    return config.depth(product) * config.stage_bytes(product) >= LEAST_BYTES
 
 
 def cycles(problem: Problem, config: GemmConfig) -> float:
     """About how many cycles a launch takes."""
-    spec = problem.spec
+    spec = config.product(problem.spec)
     rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
-    across = math.ceil(rows / (config.tile_m * config.cluster_m))
-    down = math.ceil(cols / (config.tile_n * config.cluster_n))
+    across, down = _clusters(problem, config)
     clusters = across * (across + 1) // 2 if spec.symmetric else across * down
-    clusters *= problem.batches
+    clusters *= problem.batches * config.ranges
     valid_m = min(1, rows / (across * config.tile_m * config.cluster_m))
     valid_n = min(1, cols / (down * config.tile_n * config.cluster_n))
     loaded = config.tile_m * valid_m / config.cluster_n + config.tile_n * valid_n / config.cluster_m
@@ -183,11 +237,33 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
         body = math.hypot(steps * (beside + step), of_cluster * count)
         return max(body + TURN_CYCLES, store) if config.pingpong else body + store
 
-    resident = max(1, RESIDENT[config.cluster] * problem.sms // SMS)
+    resident = max(1, _resident(problem, config))
     full, rest = divmod(clusters, resident)
     total = full * round_of(resident) + (round_of(rest) if rest else 0)
     total += store if config.pingpong else 0  # nothing is multiplied beside the last one
+    if config.split_mode == SplitK.SEPARATE:
+        total += _sum(problem, config)
     return total + LAUNCH_CYCLES
+
+
+def _clusters(problem: Problem, config: GemmConfig) -> tuple[int, int]:
+    """Of a matrix: along the rows of the product that is computed, and along its columns."""
+    rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
+    across = math.ceil(rows / (config.tile_m * config.cluster_m))
+    return across, math.ceil(cols / (config.tile_n * config.cluster_n))
+
+
+def _resident(problem: Problem, config: GemmConfig) -> int:
+    """Clusters at a time."""
+    return RESIDENT[config.cluster] * problem.sms // SMS
+
+
+def _sum(problem: Problem, config: GemmConfig) -> float:
+    """The kernel that adds parts."""
+    parts = problem.m * problem.n * problem.batches * config.ranges * 4
+    if parts > L2_CAPACITY:  # they are written there as well
+        return SUM_CYCLES + 2 * parts / DRAM_BYTES
+    return SUM_CYCLES + parts / L2_BYTES
 
 
 def _multiply(config: GemmConfig, spec: GemmSpec) -> float:
@@ -203,12 +279,13 @@ def _read(config: GemmConfig, spec: GemmSpec) -> float:
     return instructions * (ATOM_M + config.tile_n) * 32 / SHARED_BYTES
 
 
+@functools.cache  # independent of sizes, and half of the time of a choice
 def _store(config: GemmConfig, spec: GemmSpec) -> float:
     """Of a tile: what comes behind its products."""
     sums = config.tile_m * config.tile_n
-    if config.split_k == 1:
+    if config.peers == 1:
         return sums / STORE_RATE * (len(spec.outputs) + spec.symmetric)
-    sent = sums * 4 * (config.split_k - 1) / config.split_k
+    sent = sums * 4 * (config.peers - 1) / config.peers
     own = sums / config.shares(spec)
     return sent / EXCHANGE_BYTES + own / STORE_RATE * (len(spec.outputs) + spec.symmetric)
 

@@ -90,7 +90,8 @@ class _Notes(TorchDispatchMode):
             d = d[0]
         how = autograd.config_of(config)
         problem, chosen = launch.plan(a, b, d, steps, concat, how, self.arch, self.sms)
-        self.kernels[Kernel(launch.MODULE, problem.spec, chosen, self.arch)] = None
+        for one in launch.kernels(problem.spec, chosen, self.arch):
+            self.kernels[one] = None
 
 
 def _sms(arch: Arch) -> int:

@@ -11,14 +11,15 @@ from torch import Tensor
 from quack_core import arch, occupancy, torch_op, torch_workspace
 from quack_core.gemm.epilogue import Kind, Op, Vector
 from quack_core.jit import cache
+from quack_core.jit.keys import Kernel
 
 from . import check, heuristic, reference
-from .config import GemmConfig
+from .config import GemmConfig, SplitK, SumConfig
 from .heuristic import Problem
 from .reference import Step
-from .spec import GemmSpec, Major
+from .spec import GemmSpec, Major, SumSpec
 
-MODULE = f"{__package__}.sm90.kernel"
+MODULE, SUM_MODULE = f"{__package__}.sm90.kernel", f"{__package__}.part_sums"
 F32 = torch.float32
 
 Launch = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, ...] | None]
@@ -224,13 +225,14 @@ def _prepare(
     problem, chosen = plan(a, b, outputs[0], steps, concat, config, target, sms)
     spec, batches = problem.spec, problem.batches
     resident = occupancy.resident_clusters(
-        device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec)
+        device, chosen.cluster, chosen.num_threads, chosen.smem_bytes(chosen.product(spec))
     )
     with torch_workspace.relaxed_capture():
-        kernel = _kernel(spec, chosen, target)
+        kernel, *behind = [_kernel(one) for one in kernels(spec, chosen, target)]
     squeeze_a, squeeze_b = a.dim() == 3 and not spec.a_batched, b.dim() == 3 and not spec.b_batched
     batch = (batches,) if spec.batched else ()
     empties = [_empty_partials(problem, chosen, one, batch) for one in spec.reductions]
+    allocate = _scratch(problem, chosen)
 
     def launch(
         a: Tensor, b: Tensor, outputs: tuple[Tensor, ...], operands: Any
@@ -242,6 +244,14 @@ def _prepare(
         partials = None
         if spec.reductions:
             partials = tuple([empty(a.device) for empty in empties])
+        if chosen.split_mode == SplitK.SEPARATE:
+            parts = allocate(a.device)
+            kernel(a, b, (parts,), None, None, resident)
+            behind[0](parts, outputs, operands)
+            return None
+        if chosen.split_mode == SplitK.PARALLEL:
+            check.layouts(a, b, outputs[0], ())  # what would be refused after D has been changed
+            operands = _begin(outputs[0], spec, operands)
         kernel(a, b, outputs, operands, partials, resident)
         return partials
 
@@ -259,10 +269,53 @@ def _empty_partials(
     return lambda device: torch.empty(*batch, length, count, device=device, dtype=F32)
 
 
+def kernels(spec: GemmSpec, config: GemmConfig, target: arch.Arch) -> tuple[Kernel, ...]:
+    """Those that a launch takes, in order."""
+    product = Kernel(MODULE, config.product(spec), config, target)
+    if config.split_mode != SplitK.SEPARATE:
+        return (product,)
+    return product, Kernel(SUM_MODULE, SumSpec(spec), SumConfig.of(config.split_k), target)
+
+
 @functools.cache
-def _kernel(spec: GemmSpec, config: GemmConfig, target: arch.Arch) -> Any:
+def _kernel(kernel: Kernel) -> Any:
     """Many shapes share a kernel, and finding it reads source files."""
-    return cache.load(MODULE, spec, config, target)
+    return cache.load(kernel.module, kernel.spec, kernel.config, kernel.arch)
+
+
+def _scratch(problem: Problem, config: GemmConfig) -> Callable[[torch.device], Tensor]:
+    """What allocates the parts of a product in D's memory order, each row a multiple of 16 bytes.
+
+    Each launch has its own; a graph that is captured keeps it in its pool.
+    """
+    turned = problem.spec.d_major == "column"
+    rows, cols = (problem.n, problem.m) if turned else (problem.m, problem.n)
+    step = check.ALIGN // torch.float32.itemsize
+    shape = problem.batches * config.ranges, rows, -(-cols // step) * step
+
+    def allocate(device: torch.device) -> Tensor:
+        found = torch.empty(shape, dtype=torch.float32, device=device)
+        return found.mT if turned else found
+
+    return allocate
+
+
+def _begin(d: Tensor, spec: GemmSpec, operands: Any) -> Any:
+    """What D holds before parts are added to it: ``beta c``, or zeros.
+
+    Returns:
+        The operands of the ops before.
+    """
+    if spec.into_c is spec:
+        d.zero_()
+        return operands
+    count = len(spec.epilogue[-1].operands)
+    c, *beta = operands[-count:]
+    if not torch_op.identical(d, c):
+        d.copy_(c)
+    if beta:
+        d.mul_(beta[0])
+    return operands[:-count] or None
 
 
 def scale_kind(name: str, scale: Any, m: int, n: int) -> tuple[Kind, Any]:

@@ -1,11 +1,12 @@
 """What a GEMM kernel computes: a frozen record that names every property the code depends on."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quack_core import dtypes
 from quack_core.gemm import epilogue as epi
-from quack_core.gemm.epilogue import Kind, Op, Vector
+from quack_core.gemm.epilogue import AddC, Kind, Op, Scale, Vector
 
 Major = Literal["row", "column"]
 """Which dimension of a matrix has stride 1: the second or the first, of the last two."""
@@ -131,6 +132,36 @@ class GemmSpec:
             found.append((0, "mirror"))
         return tuple(found)
 
+    @functools.cached_property
+    def sums(self) -> "GemmSpec":
+        """The product alone, in float32."""
+        return replace(self, d="float32", epilogue=(), concat=False)
+
+    @functools.cached_property
+    def into_c(self) -> "GemmSpec":
+        """The same where D holds ``beta c`` before, and the product is added to it."""
+        last = self.epilogue[-1:]
+        return replace(self, epilogue=self.epilogue[:-1]) if _adds_c(last) else self
+
+    def check_linear(self, config: str) -> None:
+        """Raise unless parts of the product can be added to D one by one.
+
+        Args:
+            config: what wants to, for the message.
+
+        Raises:
+            ValueError: names what was found and is needed.
+        """
+        way_out = "; with split_mode=separate there are no such limits"
+        if self.d != "float32":
+            raise ValueError(f"{config}: D is {self.d}, parts are added to float32 only{way_out}")
+        others = [type(op).__name__ for op in self.into_c.epilogue if not isinstance(op, Scale)]
+        if others:
+            raise ValueError(
+                f"{config}: the epilogue holds {others[0]}; of parts that are added one by one it is any "
+                f"number of Scale, then at most one AddC{way_out}"
+            )
+
     @property
     def name(self) -> str:
         """Kernel name, as profilers show it."""
@@ -141,3 +172,23 @@ class GemmSpec:
         concat = "_concat" if self.concat else ""
         kinds = f"{dtypes.short(self.a)}{other}_{dtypes.short(self.d)}_{majors}"
         return f"gemm_{kinds}{batch}{ops}{concat}"
+
+
+def _adds_c(ops: tuple[Op, ...]) -> bool:
+    return any(isinstance(op, AddC) for op in ops)
+
+
+@dataclass(frozen=True)
+class SumSpec:
+    """``D = epilogue(sum of parts)``, where parts of a product's K lie in memory.
+
+    Args:
+        product: what is computed of A and B; what they are does not matter here.
+    """
+
+    product: GemmSpec
+
+    @property
+    def name(self) -> str:
+        """Kernel name, as profilers show it."""
+        return f"sum_of_parts_{self.product.name}"

@@ -14,37 +14,113 @@ from .spec import MatmulConfig, MatmulSpec, choose
 
 MODULE = f"{__package__}.sm90"
 ALIGN = 16
+"""Bytes that divide addresses and strides of what TMA reads and writes."""
 
 
-def forward(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+def forward(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
     """As `reference.matmul`, on CUDA tensors; values that TMA cannot read are copied first.
+
+    Args:
+        out: to be written, or with ``accumulate`` added to; rows as of `is_readable`.
 
     Raises:
         UnsupportedError: there is no kernel for the GPU; names the way out.
     """
-    device = a.get_device()
-    target = arch.detect(device)
-    if not target.wgmma:
-        raise UnsupportedError(
-            f"matmul on {target.name}", "there are kernels for sm90 only", "use the CPU"
-        )
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    d = a.new_empty(m, n, dtype=dtype)
+    _check_target("matmul", a)
+    d = empty(a, n, dtype) if out is None else out
     if 0 in (m, n, k):
-        return d.zero_()
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    run, resident = _kernel(MatmulSpec(torch_op.dtype_name(dtype)), choose(m, n, sms), device)
-    run(_readable(a), _readable(b), scale_a.contiguous(), scale_b.contiguous(), d, resident)
+        return d if accumulate else d.zero_()
+    spec = MatmulSpec(torch_op.dtype_name(dtype), scale_b.shape[0] == n, accumulate)
+    _run(spec, choose(m, n, _sms(a)), a, scale_a, b[None], scale_b[None], d)
     return d
 
 
+def grouped(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """As `reference.grouped`, on CUDA tensors: one launch, for which nothing is read from the device.
+
+    Raises:
+        UnsupportedError: there is no kernel for the GPU; names the way out.
+    """
+    (m, k), (groups, n, _) = a.shape, b.shape
+    _check_target("matmul_grouped", a)
+    d = empty(a, n, dtype)
+    if 0 in (m, n, k, groups):
+        return d.zero_()
+    spec = MatmulSpec(torch_op.dtype_name(dtype), grouped=True)
+    config = choose(m, n, _sms(a), groups)
+    _run(spec, config, a, scale_a, b, scale_b, d, offsets.contiguous())
+    return d
+
+
+def empty(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """(M, N) for M rows as of ``like``; on a GPU they begin at multiples of 16 bytes."""
+    step = 1 if like.device.type == "cpu" else ALIGN // dtype.itemsize
+    row = -(-n // step) * step
+    return like.new_empty_strided((like.shape[0], n), (row, 1), dtype=dtype)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether rows are of contiguous elements and begin at multiples of 16 bytes, and lie apart."""
+    steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    apart = all(size == 1 or step > 0 for size, step in steps)
+    aligned = all(step * x.element_size() % ALIGN == 0 for step in x.stride()[:-1])
+    along = x.stride(-1) == 1 or x.shape[-1] == 1
+    return apart and aligned and along and x.data_ptr() % ALIGN == 0
+
+
 def _readable(x: Tensor) -> Tensor:
-    """Rows of contiguous elements that begin at multiples of 16 bytes."""
-    step = x.stride(0)
-    rows = step % ALIGN == 0 and (step > 0 or x.shape[0] == 1)
-    if x.stride(1) == 1 and rows and x.data_ptr() % ALIGN == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    """Values that TMA can read: themselves, or a copy; K is a multiple of 16 bytes."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def by_columns(scales: Tensor) -> Tensor:
+    """Scales (..., rows, steps) as (..., steps, rows) that TMA can read: themselves, or a copy."""
+    turned = scales.mT
+    if is_readable(turned):
+        return turned
+    per_access = ALIGN // scales.itemsize
+    rows = -(-turned.shape[-1] // per_access) * per_access
+    return turned.new_empty(*turned.shape[:-1], rows)[..., : turned.shape[-1]].copy_(turned)
+
+
+def _check_target(op: str, a: Tensor) -> None:
+    target = arch.detect(a.get_device())
+    if not target.wgmma:
+        raise UnsupportedError(
+            f"{op} on {target.name}", "there are kernels for sm90 only", "use the CPU"
+        )
+
+
+def _sms(a: Tensor) -> int:
+    return int(torch.cuda.get_device_properties(a.get_device()).multi_processor_count)
+
+
+def _run(
+    spec: MatmulSpec,
+    config: MatmulConfig,
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    d: Tensor,
+    offsets: Tensor | None = None,
+) -> None:
+    """Launch a kernel; operands as of ``sm90.MatmulSm90``."""
+    run, resident = _kernel(spec, config, a.get_device())
+    scales = by_columns(scale_a), by_columns(scale_b) if spec.rows_b else scale_b.contiguous()
+    run(_readable(a), _readable(b), *scales, d, offsets, resident)
 
 
 @functools.cache

@@ -1,27 +1,30 @@
 """The product of FP8 blocks on Hopper: a persistent kernel whose warpgroups have roles."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.tensor_utils import LayoutEnum
 
 from quack_core.device import barrier, tma
-from quack_core.gemm import order
+from quack_core.gemm import order, ragged
 from quack_core.gemm.sm90 import fragment, ring, store
 from quack_core.gemm.sm90.fragment import WARPGROUP
 from quack_core.gemm.sm90.ring import Cluster
 from quack_core.jit.compile import symbolic
 from quack_core.jit.dsl import sym_int
+from quack_core.layout import views
 from quack_core.reduction.tiling import WARP
 
-from .spec import ATOM_M, BLOCK, GROUPS, PARTS, PIECE_COLS, TILE_M, MatmulConfig, MatmulSpec
+from . import scaling
+from .scaling import Scales
+from .spec import ATOM_M, BLOCK, GROUPS, PIECE_COLS, TILE_M, UNIT, MatmulConfig, MatmulSpec
 
 ROW, K_MAJOR = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
 BUFFERS = 2
@@ -29,68 +32,98 @@ REGISTERS = (40, 232)
 """Per thread of the warpgroup that loads, and of the others."""
 STORE = 1
 """First of the named barriers at which warpgroups write a piece of D."""
+TURN = 3
+"""First of those that say which of them may multiply."""
 
 
-class Scales(NamedTuple):
-    """Those of A and B, in global or in shared memory: (rows, steps) or (rows, stages)."""
+class Place(NamedTuple):
+    """A tile of D.
 
-    a: cute.Tensor
-    b: cute.Tensor
+    Args:
+        row: its first one.
+        col: in tiles.
+        matrix: of B.
+        end: the row behind the last one of its group; None: of D.
+    """
+
+    row: Int32
+    col: Int32
+    matrix: Int32
+    end: Int32 | None
 
 
 class MatmulSm90:
     """Clusters walk over tiles of D; each 128 of K are summed by themselves, scaled, and added.
 
+    Tiles of groups begin where their group does. One that reaches into the next group multiplies its
+    rows as well, and writes those of its own.
+
     Threads: a warpgroup, one warp of which loads; two that multiply and store.
     Shared memory: stages of A, B and their scales; pieces of D on their way out.
+    Scales of single rows come by TMA, a column of them at a time: gathered one by one they would
+    take a fifth of the bandwidth of shared memory that the tensor cores need.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
-    warpgroup around each piece that it stores.
+    warpgroup around each piece that it stores; where tiles are not multiplied in parts, one that
+    says whose turn it is.
     Traffic: A once for each column of tiles, B once for each row of clusters; less what L2 keeps.
     """
 
     def __init__(self, spec: MatmulSpec, config: MatmulConfig):
         self.spec, self.config = spec, config
         self.stages, self.shape = config.depth(spec), (config.cluster_m, 1)
+        self.height = TILE_M * config.cluster_m
 
     @cute.jit
     def __call__(
         self,
         a: cute.Tensor,  # (M, K)
-        b: cute.Tensor,  # (N, K)
-        scale_a: cute.Tensor,  # (M, K / 128)
-        scale_b: cute.Tensor,  # (N / 128, K / 128)
+        b: cute.Tensor,  # (L, N, K)
+        scale_a: cute.Tensor,  # (K / 128, M)
+        scale_b: cute.Tensor,  # (L, N / 128, K / 128) or (L, K / 128, N)
         d: cute.Tensor,  # (M, N)
+        offsets: cute.Tensor | None,  # (L + 1,), of groups of rows
         max_clusters: Int32,  # that the GPU holds at once
         stream: cuda.CUstream,
     ):
         config = self.config
         tile = (TILE_M, config.tile_n, BLOCK)
         self.d_dtype = d.element_type
+        b = views.permute(b, 1, 2, 0)
         a_smem = hopper.make_smem_layout_a(ROW, tile, Float8E4M3FN, self.stages)
         b_smem = hopper.make_smem_layout_b(ROW, tile, Float8E4M3FN, self.stages)
         d_smem = store.smem_layout(self.d_dtype, ROW, PIECE_COLS, BUFFERS * GROUPS)
         load_a = tma.load_atom(a, a_smem, (TILE_M, BLOCK))
         load_b = tma.load_atom(b, b_smem, (config.tile_n, BLOCK), config.cluster_m)
-        store_d = tma.store_atom(d, d_smem, (ATOM_M, PIECE_COLS))
-        down = cute.ceil_div(d.shape[0], TILE_M * config.cluster_m)
-        across = cute.ceil_div(d.shape[1], config.tile_n)
-        tiles = order.make(down, across, Int32(1), config.group)
+        send = tma.add_atom if self.spec.accumulate else tma.store_atom
+        store_d = send(d, d_smem, (ATOM_M, PIECE_COLS))
+        tiles, clusters = self._tiles(d, offsets)
         self.kernel(
-            self._mma(GROUPS, PARTS),
+            self._mma(GROUPS, self.spec.parts),
             self._mma(1, 1),
             (*load_a, a_smem),
             (*load_b, b_smem),
             (*store_d, d_smem),
-            Scales(scale_a, scale_b),
+            d if const_expr(self.spec.grouped) else None,
+            scaling.sources(scale_a, scale_b, self.spec, config, self.stages),
             tiles,
             cute.ceil_div(a.shape[1], BLOCK),
         ).launch(
-            grid=[config.cluster_m, 1, cutlass.min(tiles.total, max_clusters)],
+            grid=[config.cluster_m, 1, cutlass.min(clusters, max_clusters)],
             block=[config.num_threads, 1, 1],
             cluster=[config.cluster_m, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def _tiles(self, d: cute.Tensor, offsets: cute.Tensor | None):
+        """What clusters walk over, and how many of them there are at most."""
+        rows, across = d.shape[0], cute.ceil_div(d.shape[1], self.config.tile_n)
+        if self.spec.grouped:
+            groups = ragged.Groups(offsets, Int32(rows), Int32(across))
+            return groups, ragged.most(groups, self.height)
+        down = cute.ceil_div(rows, self.height)
+        tiles = order.make(down, across, Int32(1), self.config.group)
+        return tiles, tiles.total
 
     def _mma(self, groups: int, parts: int) -> cute.TiledMma:
         """The matrix instruction of so many warpgroups for a part of the columns."""
@@ -106,8 +139,9 @@ class MatmulSm90:
         load_a,
         load_b,
         store_d,
-        scales: Scales,
-        tiles: order.Order,
+        d: cute.Tensor | None,
+        scales,
+        tiles: order.Order | ragged.Groups,
         steps: Int32,
     ):
         # --- coordinates
@@ -123,17 +157,11 @@ class MatmulSm90:
         sA = smem.allocate_tensor(Float8E4M3FN, load_a[2].outer, 1024, load_a[2].inner)
         sB = smem.allocate_tensor(Float8E4M3FN, load_b[2].outer, 1024, load_b[2].inner)
         sD = smem.allocate_tensor(self.d_dtype, store_d[2].outer, 1024, store_d[2].inner)
-        held = Scales(
-            *[
-                smem.allocate_tensor(
-                    Float32, cute.make_layout((count, self.stages)), byte_alignment=16
-                )
-                for count in (TILE_M, config.scales_b)
-            ]
-        )
+        held = scaling.allocate(smem, self.spec, config, self.stages)
 
         # --- barriers
-        barrier.init_mbarriers(barriers.full, self.stages, 1 + WARP, tid)  # bytes, then scales
+        arrivals = const_expr(1 if self.spec.rows_b else 1 + WARP)  # bytes, and copies of scales
+        barrier.init_mbarriers(barriers.full, self.stages, arrivals, tid)
         readers = GROUPS * (WARPGROUP // WARP) * config.cluster_m
         barrier.init_mbarriers(barriers.empty, self.stages, readers, tid)
         if warp_idx == 0:
@@ -148,15 +176,13 @@ class MatmulSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == 0:
-                a = tma.bind(load_a[0], load_a[1], sA, (TILE_M, BLOCK))
                 b = self._bind_b(load_b, sB, at)
-                self._load(a, b, scales, held, barriers, tiles, steps, at, tid)
+                self._load((*load_a[:2], sA), b, scales, held, barriers, tiles, steps, at, tid)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            out = tma.bind(store_d[0], store_d[1], sD, (ATOM_M, PIECE_COLS))
-            thread = tid % WARPGROUP
-            sink = store.make_sink(mma_of_group, out, sD, ROW, self.d_dtype, thread)
-            self._compute(mma, sA, sB, held, sink, barriers, tiles, steps, at, group - 1, thread)
+            who, out = (group - 1, tid % WARPGROUP), (*store_d[:2], sD, d)
+            multiply = (mma, mma_of_group, sA, sB, held)
+            self._compute(*multiply, out, barriers, tiles, steps, at, *who)
 
     def _bind_b(self, load, shared, at: Cluster) -> tma.Tiles:
         """Tiles of B, of which each CTA of a cluster loads a part."""
@@ -166,40 +192,60 @@ class MatmulSm90:
         cluster = cute.make_layout((*self.shape, 1))
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, (at.row, at.col, 0), 0)
 
+    # --- where a cluster is; in groups, for all lanes of a warp
+
+    def _find(self, tiles, span, work: Int32, lane: Int32):
+        """The group of a cluster; None where there are no groups."""
+        if not self.spec.grouped:
+            return None
+        span = ragged.begin() if span is None else span
+        return ragged.find(tiles, span, work, lane, self.height)
+
+    def _is_tile(self, tiles, span, work: Int32):
+        """Whether a cluster has a tile."""
+        return ragged.is_group(tiles, span) if self.spec.grouped else work < tiles.total
+
+    def _place(self, tiles, span, work: Int32, at: Cluster) -> Place:
+        """This CTA's tile."""
+        band = self.config.group
+        if self.spec.grouped:
+            row, col = ragged.place(tiles, span, work, self.height, band)
+            return Place(row + at.row * TILE_M, col, span.group, span.end)
+        row, col, matrix = order.locate(tiles, work, band)
+        return Place(row * self.height + at.row * TILE_M, col, matrix, None)
+
     # --- the warp that loads
 
     @cute.jit
-    def _load(
-        self, a, b, scales: Scales, held: Scales, barriers, tiles, steps: Int32, at: Cluster, lane
-    ):
+    def _load(self, a, b, scales, held: Scales, barriers, tiles, steps: Int32, at: Cluster, lane):
         """Fill stages, tile after tile."""
+        num_bytes = const_expr(self.config.stage_bytes + scaling.num_bytes(self.spec, self.config))
         phase, work = barrier.empty_phase(), cute.arch.block_idx()[2]
-        while work < tiles.total:
-            row, col, _ = order.locate(tiles, work, self.config.group)
-            row = row * self.config.cluster_m + at.row
+        if const_expr(self.spec.rows_b):
+            scales_b = scaling.bind(scales[1], held.b, Int32(0))
+        span = self._find(tiles, None, work, lane)
+        while self._is_tile(tiles, span, work):
+            place = self._place(tiles, span, work, at)
+            below = cute.domain_offset((place.row, 0), a[1])
+            rows = tma.bind(a[0], below, a[2], (TILE_M, BLOCK))
+            scales_a = scaling.bind(scales[0], held.a, place.row - place.row % UNIT)
             for k in cutlass.range(steps, unroll=1):
-                num_bytes = const_expr(self.config.stage_bytes)
-                ring.fill(barriers, phase, a, b, (row, k), (col, k), num_bytes)
-                self._load_scales(scales, held, row, col, k, phase.stage, lane)
-                cute.arch.cp_async_mbarrier_arrive_noinc(barriers.full + phase.stage)
+                at_b = (place.col, k, place.matrix)
+                ring.fill(barriers, phase, rows, b, (0, k), at_b, num_bytes)
+                mbar = barriers.full + phase.stage
+                tma.load_tile(scales_a, (0, k), phase.stage, mbar)
+                if const_expr(self.spec.rows_b):
+                    tma.load_tile(scales_b, at_b, phase.stage, mbar)
+                else:
+                    first = place.col * self.config.tile_n
+                    at_k = (k, place.matrix)
+                    scaling.copy(scales[1], held.b, first, at_k, phase.stage, lane, self.config)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(mbar)
                 phase = barrier.next_phase(phase, self.stages)
             work += cute.arch.grid_dim()[2]
+            span = self._find(tiles, span, work, lane)
         # Also alone: copies of scales that are under way belong to this warp.
         ring.drain(barriers, phase, self.stages)
-
-    @cute.jit
-    def _load_scales(
-        self, scales: Scales, held: Scales, row: Int32, col: Int32, k: Int32, stage: Int32, lane
-    ):
-        """Start copying a stage's scales; rows beyond the last one get that one's."""
-        for i in cutlass.range_constexpr(TILE_M // WARP):
-            inside = lane + i * WARP
-            source = cutlass.min(row * TILE_M + inside, scales.a.shape[0] - 1)
-            _copy_scale(scales.a, source, k, held.a, inside, stage)
-        if lane < self.config.scales_b:
-            first = col * self.config.tile_n + lane * self.config.scale_cols
-            source = cutlass.min(first // BLOCK, scales.b.shape[0] - 1)
-            _copy_scale(scales.b, source, k, held.b, lane, stage)
 
     # --- the warpgroups that multiply
 
@@ -207,12 +253,13 @@ class MatmulSm90:
     def _compute(
         self,
         mma,
+        mma_of_group,
         sA,
         sB,
         held: Scales,
-        sink: store.Sink,
+        out,
         barriers,
-        tiles: order.Order,
+        tiles,
         steps: Int32,
         at: Cluster,
         group: Int32,
@@ -224,70 +271,80 @@ class MatmulSm90:
         rA = mma.make_fragment_A(thr_mma.partition_A(sA))
         rB = mma.make_fragment_B(thr_mma.partition_B(sB))
         shape = thr_mma.partition_shape_C((TILE_M, config.tile_n))
-        of_part = thr_mma.partition_shape_C((TILE_M, config.tile_n // PARTS))
+        of_part = thr_mma.partition_shape_C((TILE_M, config.tile_n // self.spec.parts))
         sums = cute.make_rmem_tensor(shape, Float32)
-        parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(PARTS))
+        parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(self.spec.parts))
         first_row = group * ATOM_M + fragment.first_row(thread)
-        factors = functools.partial(_factors, held, first_row, config.scale_cols)
-        phase, work, done = barrier.full_phase(), cute.arch.block_idx()[2], Int32(0)
-        pieces = const_expr(config.tile_n // PIECE_COLS)
-        size = const_expr(fragment.sums_of(PIECE_COLS))
-        while work < tiles.total:
-            row, col, _ = order.locate(tiles, work, config.group)
-            row = row * config.cluster_m + at.row
+        of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
+        phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[2], thread % WARP
+        rota = None
+        if const_expr(self.spec.parts == 1):
+            rota = ring.begin_turns(TURN, group)
+        span = self._find(tiles, None, work, lane)
+        while self._is_tile(tiles, span, work):
+            place = self._place(tiles, span, work, at)
             sums.fill(Float32(0.0))
             walk = (barriers, phase, steps, self.stages, self.shape, at)
-            phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, factors=factors)
-            for p in cutlass.range_constexpr(pieces):
-                store.store_piece(
-                    sink,
-                    [sums[p * size + i] for i in range(size)],
-                    group * BUFFERS + (done * pieces + p) % BUFFERS,
-                    (row * GROUPS + group, col * pieces + p),
-                    BUFFERS - 1,
-                    STORE + group,
-                    thread,
-                )
-            done += 1
+            row = first_row + place.row % UNIT if const_expr(self.spec.grouped) else first_row
+            factors = functools.partial(of_stage, self.spec, config, held, thread, row)
+            how = {"factors": factors, "rota": rota}
+            phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, **how)
+            self._store(mma_of_group, out, sums, place, group, thread)
             work += cute.arch.grid_dim()[2]
+            span = self._find(tiles, span, work, lane)
+        if const_expr(self.spec.parts == 1):
+            ring.end_turns(rota, group)
         if thread < WARP:
             tma.bulk_wait_read(0)
 
+    @cute.jit
+    def _store(self, mma, out, sums, place: Place, group: Int32, thread: Int32):
+        """Write a warpgroup's rows of a tile: of a group, its own."""
+        top = place.row + group * ATOM_M
+        if const_expr(place.end is None):
+            self._send(mma, out, sums, top, place.col, group, thread)
+        else:
+            rows = place.end - top
+            if (rows >= ATOM_M) | (place.end == out[3].shape[0]):  # TMA ends where D does
+                self._send(mma, out, sums, top, place.col, group, thread)
+            elif rows > 0:
+                col = place.col * self.config.tile_n + fragment.first_col(thread)
+                at = (top + fragment.first_row(thread), col)
+                fragment.write_tile(out[3], sums, at, place.end)
 
-def _copy_scale(
-    scales: cute.Tensor, row: Int32, k: Int32, held: cute.Tensor, place: Int32, stage: Int32
-) -> None:
-    """Start copying one scale to shared memory."""
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-    one = cute.make_layout(1)
-    source: Any = scales.iterator + cute.crd2idx((Int64(row), k), scales.layout)
-    target: Any = held.iterator + (place + stage * held.shape[0])
-    cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
+    @cute.jit
+    def _send(self, mma, out, sums, top: Int32, col: Int32, group: Int32, thread: Int32):
+        """Write 64 rows by TMA, piece by piece.
 
-
-def _factors(
-    held: Scales, first_row: Int32, scale_cols: int, stage: Int32, part: int, size: int
-) -> list[Float32]:
-    """What each sum of a part of the columns is multiplied by."""
-    rows = [held.a[first_row + i * fragment.ROW_STEP, stage] for i in range(fragment.ROWS)]
-    cols = [held.b[i, stage] for i in range(held.b.shape[0])]
-    both = [[row * col for col in cols] for row in rows]
-    found = []
-    for i in range(size):
-        row, pair = fragment.place(part * size + i)
-        col = pair // fragment.PAIR * fragment.BLOCK
-        found.append(both[row][col // scale_cols])
-    return found
+        A tile has an even number of pieces: each begins with the same buffer.
+        """
+        below = cute.domain_offset((top, 0), out[1])
+        tiles = tma.bind(out[0], below, out[2], (ATOM_M, PIECE_COLS))
+        sink = store.make_sink(mma, tiles, out[2], ROW, self.d_dtype, thread)
+        pieces = const_expr(self.config.tile_n // PIECE_COLS)
+        size = const_expr(fragment.sums_of(PIECE_COLS))
+        for p in cutlass.range_constexpr(pieces):
+            store.store_piece(
+                sink,
+                [sums[p * size + i] for i in range(size)],
+                group * BUFFERS + p % BUFFERS,
+                (0, col * pieces + p),
+                BUFFERS - 1,
+                STORE + group,
+                thread,
+            )
 
 
 def build(spec: MatmulSpec, config: MatmulConfig) -> tuple[MatmulSm90, tuple]:
     """The kernel and its symbolic arguments."""
-    m, n, k, rows, steps = (sym_int() for _ in range(5))
+    l, m, n, k, rows, steps = (sym_int() for _ in range(6))
+    blocks = symbolic("float32", (l, rows, steps), align=4)
     return MatmulSm90(spec, config), (
         symbolic("float8_e4m3fn", (m, k)),
-        symbolic("float8_e4m3fn", (n, k)),
-        symbolic("float32", (m, steps), align=4),
-        symbolic("float32", (rows, steps), align=4),
+        symbolic("float8_e4m3fn", (l, n, k)),
+        symbolic("float32", (steps, m)),
+        symbolic("float32", (l, steps, n)) if spec.rows_b else blocks,
         symbolic(spec.d, (m, n)),
+        symbolic("int32" if spec.grouped else None, (sym_int(),), align=4),
         Int32(0),
     )

@@ -10,12 +10,14 @@ from ..formats import E4M3, FLOAT32, BlockFormat
 
 BLOCK = 128
 """Elements along K that have one scale: a stage of the kernel, and the width of a swizzle in 8 bits."""
-PARTS = 2
-"""Of a tile's columns: one is added to the sums while the next one is multiplied."""
+ROWS, SQUARES = (1, BLOCK), (BLOCK, BLOCK)
+"""Blocks of operands."""
 ATOM_M = 64
 GROUPS = 2
 """Warpgroups that multiply; each has 64 of a tile's rows."""
 TILE_M = ATOM_M * GROUPS
+UNIT = 4
+"""Scales in 16 bytes: TMA begins at multiples of that."""
 PIECE_COLS = 32
 """Columns that a warpgroup stores at a time."""
 STORE_COLS = 16
@@ -26,18 +28,43 @@ BARRIER_BYTES = 2048
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """D = A Bᵀ of e4m3 in blocks: A's of 1x128, those of B of 128x128.
+    """D = A Bᵀ of e4m3 in blocks: those of A are 1x128.
 
     Args:
         d: dtype of the result.
+        rows_b: blocks of B are 1x128 as well: a scale for each column of D; else they are 128x128.
+        accumulate: the product is added to D; of float32 only.
+        grouped: groups of rows of A, one below the other, each with a B of its own.
     """
 
     d: str
+    rows_b: bool = False
+    accumulate: bool = False
+    grouped: bool = False
+
+    def __post_init__(self) -> None:
+        if self.grouped and (self.rows_b or self.accumulate):
+            raise ValueError(f"grouped=True, {self}: groups have blocks of 128x128 and a new D")
+        if self.accumulate and self.d != "float32":
+            raise ValueError(f"accumulate=True, d={self.d!r}: it must be float32")
+
+    @property
+    def scales_a(self) -> int:
+        """Of A, that a stage gets: those of a tile, and of the rows before that TMA begins with."""
+        return TILE_M + UNIT * self.grouped
+
+    @property
+    def parts(self) -> int:
+        """Of a tile's columns: one is added to the sums while the next one is multiplied. One: warpgroups
+        take turns instead, which is faster, but leaves no registers for a scale of each column."""
+        return 2 if self.rows_b else 1
 
     @property
     def name(self) -> str:
         """As profilers show it."""
-        return f"matmul_fp8_blocks_{dtypes.short(self.d)}"
+        blocks = "1x128" if self.rows_b else "128x128"
+        kind = "_add" if self.accumulate else "_grouped" if self.grouped else ""
+        return f"matmul_fp8_1x128_{blocks}_{dtypes.short(self.d)}{kind}"
 
 
 @dataclass(frozen=True)
@@ -64,13 +91,12 @@ class MatmulConfig:
 
     @property
     def scale_cols(self) -> int:
-        """Columns with one scale of B, wherever a tile begins."""
+        """Columns with one scale of a block of 128x128, wherever a tile begins."""
         return math.gcd(self.tile_n, BLOCK)
 
-    @property
-    def scales_b(self) -> int:
+    def scales_b(self, spec: MatmulSpec) -> int:
         """Scales of B that a stage of a tile needs."""
-        return self.tile_n // self.scale_cols
+        return self.tile_n if spec.rows_b else self.tile_n // self.scale_cols
 
     @property
     def num_threads(self) -> int:
@@ -81,10 +107,9 @@ class MatmulConfig:
         """That TMA brings."""
         return (TILE_M + self.tile_n) * BLOCK
 
-    @property
-    def held_bytes(self) -> int:
+    def held_bytes(self, spec: MatmulSpec) -> int:
         """Of a stage, with its scales."""
-        return self.stage_bytes + 4 * (TILE_M + self.scales_b)
+        return self.stage_bytes + 4 * (lines(spec.scales_a) + lines(self.scales_b(spec)))
 
     def store_bytes(self, spec: MatmulSpec) -> int:
         """Shared memory of what is on its way out: two pieces of a warpgroup."""
@@ -93,35 +118,40 @@ class MatmulConfig:
     def depth(self, spec: MatmulSpec) -> int:
         """Stages: as many as fit, each with its scales."""
         room = SM90.smem_bytes - BARRIER_BYTES - self.store_bytes(spec)
-        return room // self.held_bytes
+        return room // self.held_bytes(spec)
 
     def smem_bytes(self, spec: MatmulSpec) -> int:
         """Shared memory of a CTA."""
-        return BARRIER_BYTES + self.store_bytes(spec) + self.depth(spec) * self.held_bytes
+        return BARRIER_BYTES + self.store_bytes(spec) + self.depth(spec) * self.held_bytes(spec)
+
+
+def lines(scales: int) -> int:
+    """As many, rounded up to lines of 128 bytes: where TMA begins to write."""
+    return -(-scales // 32) * 32
 
 
 def is_built(a: BlockFormat, b: BlockFormat) -> bool:
     """Whether there is a product for two formats."""
-    return all(
-        one.element == E4M3 and one.scale == FLOAT32 and one.block == block
-        for one, block in ((a, (1, BLOCK)), (b, (BLOCK, BLOCK)))
-    )
+    same = all(one.element == E4M3 and one.scale == FLOAT32 for one in (a, b))
+    return same and a.block == ROWS and b.block in (ROWS, SQUARES)
 
 
-def choose(m: int, n: int, sms: int) -> MatmulConfig:
+def choose(m: int, n: int, sms: int, groups: int = 1) -> MatmulConfig:
     """The configuration whose rounds of tiles take the fewest columns.
 
     Args:
         m, n: of D.
         sms: of the device.
+        groups: of rows, whose sizes are on the device: taken as equal.
     """
+    each = -(-m // groups)
 
     def columns(config: MatmulConfig) -> int:
-        clusters = -(-m // (TILE_M * config.cluster_m)) * -(-n // config.tile_n)
+        clusters = groups * -(-each // (TILE_M * config.cluster_m)) * -(-n // config.tile_n)
         rounds = -(-clusters // max(1, sms // config.cluster_m))
         return rounds * (config.tile_n + STORE_COLS)
 
     # Of equals the first: sharing B and wide tiles cost less memory traffic.
-    shared = (2, 1) if m > TILE_M else (1,)  # or else the second CTA has no rows
+    shared = (2, 1) if each > TILE_M else (1,)  # or else the second CTA has no rows
     found = (MatmulConfig(tile_n, cluster_m) for cluster_m in shared for tile_n in (192, 128))
     return min(found, key=columns)

@@ -4,9 +4,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
-from . import convert
+from . import convert, noise
 from .spec import VECTOR, WARP, QuantizeConfig, QuantizeSpec
 
 
@@ -20,7 +20,7 @@ class QuantizeTiles:
     """
 
     def __init__(self, spec: QuantizeSpec, config: QuantizeConfig):
-        self.spec, self.threads = spec, config.threads
+        self.spec, self.threads, self.native = spec, config.threads, config.native
         self.across = spec.format.cols // VECTOR  # vectors side by side
         self.vectors = spec.format.rows * self.across // self.threads
 
@@ -30,16 +30,25 @@ class QuantizeTiles:
         x: cute.Tensor,  # (elements,)
         values: cute.Tensor,  # uint8 (elements,)
         scales: cute.Tensor,  # uint8 or float32 (blocks,)
+        tensor_scale: None,
         n: Int32,  # columns
+        seed: Int64,
         stream: cuda.CUstream,
     ):
         ctas = Int32(scales.shape[0])
-        self.kernel(x, values, scales, n // self.spec.format.cols).launch(
+        self.kernel(x, values, scales, n // self.spec.format.cols, seed).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, values: cute.Tensor, scales: cute.Tensor, blocks: Int32):
+    def kernel(
+        self,
+        x: cute.Tensor,
+        values: cute.Tensor,
+        scales: cute.Tensor,
+        blocks: Int32,
+        seed: Int64,
+    ):
         # --- coordinates
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -52,8 +61,9 @@ class QuantizeTiles:
         # --- load, and the largest magnitude
         held = cute.make_rmem_tensor(cute.make_layout((VECTOR, self.vectors)), x.element_type)
         for i in cutlass.range_constexpr(self.vectors):
-            cute.autovec_copy(convert.vector(x, self._at(i, tid, row, col, stride)), held[None, i])
-        each = [convert.largest(convert.widened(held[None, i])) for i in range(self.vectors)]
+            at = self._at(i, tid, row, col, stride)
+            cute.autovec_copy(convert.vector(x, at, VECTOR), held[None, i])
+        each = [convert.largest(held[None, i]) for i in range(self.vectors)]
         amax = convert.over_lanes(convert.largest_of(each), WARP)
         if tid % WARP == 0:
             shared[tid // WARP] = amax
@@ -63,9 +73,13 @@ class QuantizeTiles:
         # --- quantise, store
         scale, inverse = convert.scale(self.spec, amax)
         for i in cutlass.range_constexpr(self.vectors):
-            codes = convert.codes(self.spec, convert.widened(held[None, i]), inverse)
             at = self._at(i, tid, row, col, stride)
-            cute.autovec_copy(codes, convert.words(values, at))
+            bits = None
+            if const_expr(self.spec.stochastic):
+                bits = noise.of_vectors(at, VECTOR, seed, convert.lost(amax))
+            numbers = convert.widened(held[None, i])
+            codes = convert.codes(self.spec, self.native, numbers, inverse, bits)
+            cute.autovec_copy(convert.registers(codes), convert.words(values, at, VECTOR))
         if tid == 0:
             scales[block] = scale
 
@@ -77,4 +91,4 @@ class QuantizeTiles:
 
 def build(spec: QuantizeSpec, config: QuantizeConfig) -> tuple[QuantizeTiles, tuple]:
     """The kernel and its symbolic arguments."""
-    return QuantizeTiles(spec, config), (*convert.arguments(spec), Int32(0))
+    return QuantizeTiles(spec, config), convert.arguments(spec)

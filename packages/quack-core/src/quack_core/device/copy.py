@@ -16,6 +16,8 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 
 from quack_core.reduction.tiling import WARP, RowTiling
 
+from . import l2
+
 CHUNK = 16
 """Bytes of the widest access."""
 WORDS = CHUNK // 4
@@ -106,16 +108,19 @@ def load_vectors(
     align: cutlass.Constexpr[int],
     pred: cute.Tensor | None = None,
     fill: cutlass.Constexpr[float] = 0,
+    policy: Int64 | None = None,
 ) -> cute.Tensor:
-    """The vectors of a thread into registers (vec, passes); ``fill`` where ``pred`` is false."""
+    """The vectors of a thread into registers (vec, passes); ``fill`` where ``pred`` is false.
+
+    Args:
+        policy: of ``l2``, for global memory.
+    """
     source = vector_view(pointer, tiling, thread, align)
     registers = make_registers(tiling, pointer.dtype)
-    atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
-    if const_expr(pred is None):
-        cute.copy(atom, source, register_view(registers, source))
-    else:
+    if const_expr(pred is not None):
         registers.fill(fill)
-        cute.copy(atom, source, register_view(registers, source), pred=_spread(pred, source))
+        pred = _spread(pred, source)
+    l2.load(source, register_view(registers, source), pred, policy)
     return registers
 
 
@@ -206,6 +211,7 @@ def load_piece(
     vec: cutlass.Constexpr[int],
     align: cutlass.Constexpr[int],
     fill: cutlass.Constexpr[float] = 0,
+    policy: Int64 | None = None,
 ) -> cute.Tensor:
     """Elements ``index`` to ``index + vec`` of a row in global memory: registers (vec,).
 
@@ -215,14 +221,14 @@ def load_piece(
 
     Args:
         align: bytes that divide the address of element ``index``.
+        policy: of ``l2``.
     """
     source = piece_view(pointer, index, vec, align)
     registers = cute.make_rmem_tensor(vec, pointer.dtype)
     registers.fill(fill)
     target = cute.make_tensor(registers.iterator, cute.make_layout(source.shape))
     pred = piece_predicate(pointer, index, count, vec, align)
-    atom = _atom(CopyUniversalOp(), pointer.dtype, source.shape[0][0])
-    cute.copy(atom, source, target, pred=pred)
+    l2.load(source, target, pred, policy)
     return registers
 
 

@@ -13,14 +13,15 @@ Rules that all of them share:
   was only read.
 * Addresses and sizes of one-dimensional copies are multiples of 16 bytes. A tile needs 128 bytes of
   alignment in shared memory (1024 with a swizzle of 128 bytes), 16 in global memory, and strides
-  between rows that are multiples of 16 bytes.
+  between rows that are multiples of 16 bytes. A tile begins at a multiple of 16 bytes in a row as well:
+  else the instruction is illegal.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 ALIGNMENT = 16
@@ -37,6 +38,7 @@ def bulk_load(
     num_bytes: Int32,
     mbar: cute.Pointer,
     receivers: Int32 | None = None,
+    policy: Int64 | None = None,
 ) -> None:
     """Start a copy from global to shared memory; completes on ``mbar``.
 
@@ -46,12 +48,19 @@ def bulk_load(
         receivers: ranks in the cluster, a bit each: the bytes arrive at the same place, and on the
             same mbarrier, of every CTA among them. None: of this CTA. sm_120 has no such copies;
             the compiler calls a routine in their place.
+        policy: of L2, as of ``l2.streamed``; not with ``receivers``.
 
-    Source: PTX ISA, cp.async.bulk (global to shared::cluster, .multicast::cluster).
+    Source: PTX ISA, cp.async.bulk (global to shared::cluster, .multicast::cluster, .L2::cache_hint).
     """
     args = [_address(target), source.toint(), _size(num_bytes), _address(mbar)]
     with cute.arch.elect_one():
-        if const_expr(receivers is None):
+        if const_expr(policy is not None):
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                ".L2::cache_hint [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+                read_only_args=[*args, policy],
+            )
+        elif const_expr(receivers is None):
             cute.arch.inline_ptx(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                 "[{$r0}], [{$r1}], {$r2}, [{$r3}];",

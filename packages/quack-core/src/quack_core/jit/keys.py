@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from quack_core.arch import Arch
 
@@ -40,8 +40,7 @@ class Key:
     record: dict[str, Any] = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel as something to compile: the same for the cache, workers and warming up.
 
     Args:

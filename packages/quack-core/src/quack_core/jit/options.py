@@ -1,6 +1,5 @@
 """Compile options: the one place that decides how the DSL compiles, and so a part of every cache key."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,8 @@ class Options:
 
     def text(self, target: str, dump_dir: Path | None = None) -> str:
         """The option string for ``cute.compile``; with ``dump_dir`` PTX and cubin are written there."""
+        import shlex  # a process whose kernels are all in the cache does without
+
         words = ["--enable-tvm-ffi", "--gpu-arch", target, "--opt-level", str(self.opt_level)]
         if self.line_info:
             words.append("--generate-line-info")

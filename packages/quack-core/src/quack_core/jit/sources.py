@@ -117,10 +117,13 @@ def _top(name: str) -> tuple[list[str], str | None]:
 
 def _resolve(target: str, find_once: Callable[[str], Path | None]) -> list[str]:
     """The module that an import names: ``package.name`` may be a module or a value in one."""
+    owner = target.rpartition(".")[0]
+    home = find_once(owner) if owner else None
+    if home is not None and home.name != "__init__.py":  # no package, so it holds values only
+        return [owner]
     if find_once(target) is not None:
         return [target]
-    owner = target.rpartition(".")[0]
-    return [owner] if owner and find_once(owner) is not None else []
+    return [] if home is None else [owner]
 
 
 def _targets(text: bytes, package: str) -> Iterator[str]:

@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quack_core import env, log
 
@@ -39,8 +38,7 @@ _folders: dict[Path, Path | None] = {}  # wanted place: the folder in use, None 
 _unwritable: set[Path] = set()  # folders that are only read from now on
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A compiled kernel on disk.
 
     Args:

@@ -9,8 +9,9 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import barrier
 from quack_core.gemm import epilogue as epi
+from quack_core.gemm import visit
 from quack_core.gemm.epilogue import Kind
-from quack_core.gemm.sm90 import fragment, store, visit
+from quack_core.gemm.sm90 import fragment, store
 
 from ..config import ATOM_M, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
@@ -133,7 +134,7 @@ class TileEpilogue:
         so_far = self.vectors.nothing()
         for p in cutlass.range_constexpr(self.pieces):
             atom, inside = const_expr(p // per_atom), p % per_atom
-            if const_expr(config.split_k > 1):
+            if const_expr(config.peers > 1):
                 inside = share * self.pieces + p
             part = Part(
                 self.first_row(tile, atom, who),

@@ -17,12 +17,12 @@ from quack_core.gemm.sm90.ring import Cluster
 from quack_core.gemm.sm90.store import Form
 from quack_core.reduction.tiling import WARP
 
-from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig
+from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig, SplitK
+from ..signature import arguments
 from ..spec import GemmSpec
 from . import views
 from .finish import Ends, TileEpilogue
-from .places import Place, Sizes, Worker
-from .signature import arguments
+from .places import Sizes, Walk, Worker
 
 TURN = 4
 """First of the named barriers that say which of two warpgroups may multiply."""
@@ -36,8 +36,7 @@ class GemmSm90:
     warps reduce of columns; with split-K, sums of the other CTAs.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
     warpgroup around each part that it stores, and around what it reduces of columns; with ping-pong,
-    one that says whose turn it is; with
-    split-K, two mbarriers per warpgroup for sums that are exchanged.
+    one that says whose turn it is; with split-K, two mbarriers per warpgroup for sums that are exchanged.
     Traffic: A once for each column of clusters, B once for each row of them; less what L2 keeps.
     """
 
@@ -45,7 +44,7 @@ class GemmSm90:
         config.check(spec)
         self.spec, self.config = spec, config
         self.stages, self.tile_k = config.depth(spec), config.tile_k(spec)
-        self.epilogue = TileEpilogue(spec, config)
+        self.epilogue, self.walk = TileEpilogue(spec, config), Walk(spec, config)
         self.shape = (config.cluster_m, config.cluster_n)
         self.promoted = dtypes.width(spec.a) == 8
         self.shares = config.shares(spec)
@@ -56,7 +55,7 @@ class GemmSm90:
         self,
         a: cute.Tensor,  # (M, K) or (L, M, K)
         b: cute.Tensor,  # (K, N) or (L, K, N)
-        outputs: tuple,  # D, then copies: (M, N) or (L, M, N)
+        outputs: tuple,  # D, then copies: (M, N) or (L, M, N); of parts (L * parts, M, N), padded
         operands: tuple | None,  # of the epilogue's ops, in order
         reduced: tuple | None,  # (M or N, tiles) or (L, M or N, tiles), float32
         max_clusters: Int32,  # that the GPU holds at once
@@ -85,14 +84,10 @@ class GemmSm90:
             store.smem_layout(self.out_dtypes[i], self.majors[i], self._piece(i)[1], buffers)
             for i in range(len(outs))
         ]
-        stores = [tma.store_atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
+        atom = tma.add_atom if config.split_mode == SplitK.PARALLEL else tma.store_atom
+        stores = [atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
 
-        down = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
-        across = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        if const_expr(spec.symmetric):
-            tile_order = order.make_lower(down, rows_cols[2], config.group)
-        else:
-            tile_order = order.make(down, across, rows_cols[2], config.group)
+        tile_order = self.walk.make_order(mA.shape[0], n, rows_cols[2])
         clusters = cutlass.min(tile_order.total, max_clusters)
         self.kernel(
             mma,
@@ -105,9 +100,9 @@ class GemmSm90:
             tile_order,
             reduced,
         ).launch(
-            grid=[config.cluster_m, config.cluster_n, clusters * config.split_k],
+            grid=[config.cluster_m, config.cluster_n, clusters * config.peers],
             block=[config.num_threads, 1, 1],
-            cluster=[config.cluster_m, config.cluster_n, config.split_k],
+            cluster=[config.cluster_m, config.cluster_n, config.peers],
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=config.prefetch,
@@ -170,8 +165,8 @@ class GemmSm90:
         group = cute.arch.make_warp_uniform(tid // WARPGROUP)
         warp_idx = cute.arch.make_warp_uniform(tid // WARP)
         row, col, z = (cute.arch.make_warp_uniform(i) for i in cute.arch.block_idx())
-        at = Cluster(row, col, z % config.split_k)
-        work, clusters = z // config.split_k, cute.arch.grid_dim()[2] // config.split_k
+        at = Cluster(row, col, z % config.peers)
+        work, clusters = z // config.peers, cute.arch.grid_dim()[2] // config.peers
 
         # --- shared memory
         smem = cutlass.memory.SmemAllocator()
@@ -181,14 +176,14 @@ class GemmSm90:
         sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
         shared_rows, inbox = self._rows(smem), None
         shared_columns = self.epilogue.vectors.allocate(smem)
-        if const_expr(config.split_k > 1):
-            sizes_of_inbox = (config.accumulators, config.split_k, self.shares, config.groups)
+        if const_expr(config.peers > 1):
+            sizes_of_inbox = (config.accumulators, config.peers, self.shares, config.groups)
             inbox = split.allocate(smem, *sizes_of_inbox)
 
         # --- barriers
         sharers = const_expr(config.cluster_m + config.cluster_n - 1)
         ring.init(barriers, self.stages, sharers, 4 * config.sharing, tid)
-        if const_expr(config.split_k > 1):
+        if const_expr(config.peers > 1):
             split.init(inbox, self.shares, config.groups, tid)
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], *(s[0] for s in stores)))
@@ -216,9 +211,8 @@ class GemmSm90:
             ]
             ends = Ends(operands, shared_rows, outs, reduced, shared_columns)
             who = Worker(group - 1, tid % WARPGROUP)
-            self._compute(
-                mma, sA, sB, ends, barriers, sizes, tile_order, inbox, at, work, clusters, who
-            )
+            walk = (sizes, tile_order, inbox, at, work, clusters)
+            self._compute(mma, sA, sB, ends, barriers, *walk, who)
 
     def _stages(self, smem, dtype, layout):
         """Room for stages of a swizzled layout."""
@@ -252,19 +246,8 @@ class GemmSm90:
         tile = (rows, self.tile_k)
         if self.shape[mode] == 1:
             return tma.bind(load[0], load[1], shared, tile)
-        cluster = cute.make_layout((*self.shape, self.config.split_k))
+        cluster = cute.make_layout((*self.shape, self.config.peers))
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, tuple(at), mode)
-
-    @cute.jit
-    def _locate(self, tile_order, work: Int32, at: Cluster, sizes: Sizes):
-        """This CTA's tile; first step along K, and how many."""
-        first, count = Int32(0), sizes.steps
-        if const_expr(self.config.split_k > 1):
-            first, count = split.part(at.part, self.config.split_k, sizes.steps)
-        locate = const_expr(order.locate_lower if self.spec.symmetric else order.locate)
-        row, col, matrix = locate(tile_order, work, self.config.group)
-        row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
-        return Place(row, col, matrix), first, count
 
     def _part(self, thr_mma) -> tuple:
         """Shape of a thread's sums of a part of the columns."""
@@ -281,11 +264,11 @@ class GemmSm90:
         num_bytes = const_expr(self.config.stage_bytes(self.spec))
         phase, ahead = barrier.empty_phase(), Int32(0)
         if const_expr(self.config.prefetch):
-            ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes))
+            ahead = self._fill_ahead(a, b, barriers, self.walk.locate(tile_order, work, at, sizes))
             phase = ring.skip(phase, ahead, self.stages)
         while work < tile_order.total:
-            tile, first, count = self._locate(tile_order, work, at, sizes)
-            of_a, of_b = self._matrices_of(tile.matrix)
+            tile, first, count = self.walk.locate(tile_order, work, at, sizes)
+            of_a, of_b = self.walk.operands_of(tile.matrix)
             for k in cutlass.range(first + ahead, first + count, unroll=1):
                 at_a, at_b = (tile.row, k, of_a), (tile.col, k, of_b)
                 ring.fill(barriers, phase, a, b, at_a, at_b, num_bytes)
@@ -295,16 +278,10 @@ class GemmSm90:
         if const_expr(self.config.cluster > 1):
             ring.drain(barriers, phase, self.stages)
 
-    def _matrices_of(self, matrix: Int32) -> tuple[Int32, Int32]:
-        """Which matrix of each operand belongs to one of D's."""
-        batched = (self.spec.a_batched, self.spec.b_batched)
-        first, second = reversed(batched) if self.config.swap else batched
-        return matrix if first else Int32(0), matrix if second else Int32(0)
-
     def _fill_ahead(self, a, b, barriers, located) -> Int32:
         """Begin with B while the kernel before this one ends; how many stages that is."""
         tile, first, count = located
-        of_a, of_b = self._matrices_of(tile.matrix)
+        of_a, of_b = self.walk.operands_of(tile.matrix)
         both = ((a, (tile.row, of_a)), (b, (tile.col, of_b)))
         (late, at_late), (early, at_early) = reversed(both) if self.config.swap else both
         ahead = cutlass.min(count, self.stages)
@@ -356,7 +333,7 @@ class GemmSm90:
             work += who.group * step
             step = step * 2
         while work < total:
-            tile, _, count = self._locate(tile_order, work, at, sizes)
+            tile, _, count = self.walk.locate(tile_order, work, at, sizes)
             held = self.epilogue.fetch(ends.operands, tile, sizes, who)
             sums.fill(Float32(0.0))
             if const_expr(config.pingpong):
@@ -368,9 +345,9 @@ class GemmSm90:
                 phase = ring.multiply(mma, sums, rA, rB, *walk)
             if const_expr(config.pingpong):
                 phase = ring.skip(phase, count, self.stages)
-            if const_expr(config.split_k > 1):
+            if const_expr(config.peers > 1):
                 share = split.exchange(
-                    sums, inbox, self._exchange(at, who), config.split_k, self.shares, done
+                    sums, inbox, self._exchange(at, who), config.peers, self.shares, done
                 )
                 if at.part < self.shares:
                     self.epilogue.finish(share, ends, held, tile, sizes, who, done, at.part)
@@ -381,7 +358,7 @@ class GemmSm90:
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
             if who.group == tiles % 2:
                 barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
-        if const_expr(config.split_k > 1):
+        if const_expr(config.peers > 1):
             split.drain(inbox, who.group, done)
         if who.thread < WARP:
             tma.bulk_wait_read(0)

@@ -173,6 +173,31 @@ def read_pairs(
     return first, second
 
 
+@cute.jit
+def write_tile(
+    tensor: cute.Tensor, sums: cute.Tensor, at: tuple[Int32, Int32], rows: Int32
+) -> None:
+    """Write the thread's sums, pair by pair, where rows end at no multiple of anything.
+
+    Args:
+        tensor: (M, N), row by row, whose pairs lie at multiples of their size; N is even.
+        sums: float32, of a tile.
+        at: row and column of the thread's first sum, in D.
+        rows: those from here on are left alone.
+    """
+    dtype = tensor.element_type
+    pair = cute.make_rmem_tensor(PAIR, dtype)
+    for i in cutlass.range_constexpr(0, cute.size(sums), PAIR):
+        r, c = const_expr(place(i))
+        row, col = at[0] + r * ROW_STEP, at[1] + c // PAIR * BLOCK
+        if row < rows and col < tensor.shape[1]:  # type: ignore[index]
+            for j in cutlass.range_constexpr(PAIR):
+                pair[j] = sums[i + j].to(dtype)
+            source = tensor.iterator + cute.crd2idx((Int64(row), col), tensor.layout)
+            target = source.align(PAIR * dtype.width // 8)
+            cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(PAIR)))
+
+
 def _element(tensor: cute.Tensor, index: Int32, batch: Int32) -> Any:
     """As ``number_type`` says; of integers that int32 does not have, the ends of its range."""
     found = tensor[index] if cute.rank(tensor) == 1 else tensor[Int64(batch), index]

@@ -1,5 +1,6 @@
 """Parts of A and B on their way to the tensor cores: stages in shared memory, filled by TMA."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,17 @@ from quack_core.device.barrier import Phase
 
 TWO_WARPGROUPS = 256
 """Threads."""
+
+Factors = Callable[[Int32], Callable[[int], list[tuple[Float32, ...]]]]
+"""Of a stage: of a part of its columns: what each sum is multiplied by, one after the other."""
+
+
+class Rota(NamedTuple):
+    """Whose turn it is to multiply a stage: numbers of named barriers, this warpgroup's and that of
+    the next one."""
+
+    mine: Int32
+    next: Int32
 
 
 class Ring(NamedTuple):
@@ -200,44 +212,69 @@ def multiply_promoted(
     shape: cutlass.Constexpr[tuple[int, int]],
     at: Cluster,
     turn: Int32 | None = None,
-    factors: cutlass.Constexpr[Callable[[Int32, int, int], list[Float32]] | None] = None,
+    factors: cutlass.Constexpr[Factors | None] = None,
+    rota: Rota | None = None,
 ) -> Phase:
     """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
     about 14 bits of sums of 8-bit products.
 
-    The tile's columns are multiplied in parts: while the sums of one are added, the next one keeps the
-    tensor cores busy. No instruction is under way from one stage to the next, or else the compiler
-    makes all of them wait for one another.
+    While some sums are added, others keep the tensor cores busy: those of another part of the tile's
+    columns, or of another warpgroup, where they take turns at stages. The former is faster where sums
+    are added as they are, the latter where they are multiplied by factors. No instruction is under way
+    from one stage to the next, or else the compiler makes all of them wait for one another.
 
     Args:
         sums: of all columns, part after part.
         parts: registers for a stage's sums, of a part of the columns each.
         rB: (instruction, parts, k, stages).
-        factors: of a stage, a part and the number of its sums: what each sum is multiplied by before
-            it is added; None: nothing. Called once the stage is full.
+        factors: what sums are multiplied by before they are added; None: nothing. Asked for a stage
+            once that is full, and for each part while the tensor cores are busy with it.
+        rota: of warpgroups that share the tile; None: they take no turns.
     """
     size = const_expr(cute.size(parts[0]))
     for _ in cutlass.range(count, unroll=1):
         barrier.wait(ring.full, phase)
+        stage = cute.arch.make_warp_uniform(phase.stage)  # or else descriptors are moved one by one
+        if const_expr(rota is not None):
+            barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
         for c in cutlass.range_constexpr(len(parts)):
-            _multiply_part(mma, parts[c], rA, rB, c, phase.stage)
-        scales = None
-        if const_expr(factors is not None):  # while the tensor cores are busy
-            scales = [factors(phase.stage, c, size) for c in range(len(parts))]
+            _multiply_part(mma, parts[c], rA, rB, c, stage)
+        if const_expr(rota is not None):
+            barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
+        of_part = factors(phase.stage) if const_expr(factors is not None) else None
         for c in cutlass.range_constexpr(len(parts)):
+            scales = of_part(c) if const_expr(of_part is not None) else [()] * size
             warpgroup.wait_group(len(parts) - 1 - c)
             if const_expr(c == len(parts) - 1):
                 release(ring, phase, shape, at)
             for i in cutlass.range_constexpr(size):
                 total: Any = sums[c * size + i]
-                if const_expr(scales is None):
-                    sums[c * size + i] = total + parts[c][i]
-                else:
-                    sums[c * size + i] = total + parts[c][i] * scales[c][i]
+                sums[c * size + i] = total + math.prod(scales[i], start=parts[c][i])
         phase = barrier.next_phase(phase, stages)
     if const_expr(turn is not None):
         barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
     return phase
+
+
+@cute.jit
+def begin_turns(first: cutlass.Constexpr[int], group: Int32) -> Rota:
+    """Two warpgroups take turns, the first one to begin with. Called once, before the first stage.
+
+    Args:
+        first: of two named barriers.
+        group: 0 or 1.
+    """
+    rota = Rota(first + group, first + 1 - group)
+    if group == 1:
+        barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
+    return rota
+
+
+@cute.jit
+def end_turns(rota: Rota, group: Int32) -> None:
+    """Take the turn that nobody needs any more. Called once, behind the last stage."""
+    if group == 0:
+        barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
 
 
 @cute.jit

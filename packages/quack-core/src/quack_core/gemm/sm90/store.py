@@ -13,9 +13,9 @@ from cutlass.tensor_utils import LayoutEnum
 from quack_core.device import barrier, tma
 from quack_core.reduction.tiling import WARP
 
+from ..visit import BLOCK_SUMS
 from . import fragment
 from .fragment import PAIR, ROWS, WARPGROUP
-from .visit import BLOCK_SUMS
 
 ATOM_M = 64
 QUAD = 4

@@ -9,7 +9,13 @@ from quack_core.device import copy, fast_math
 from quack_core.device.reduce import finite
 from quack_core.jit import dsl
 from quack_core.jit.compile import symbolic, to_cute
-from quack_norm.ops.row_map.base import coordinates, num_rows, slice_pointer, store_piece
+from quack_norm.ops.row_map.base import (
+    coordinates,
+    num_rows,
+    row_policy,
+    slice_pointer,
+    store_piece,
+)
 
 from .config import BwdConfig
 from .gradient import (
@@ -81,7 +87,7 @@ class CrossEntropyBwd:
         if const_expr(self.spec.in_phase):
             begin = begin - copy.vector_offset(target, self.spec.full_vector)
 
-        pieces = self._load(source, begin, tid)
+        pieces = self._load(source, begin, tid, row_policy(mX))
         label = read_label(mT, mW, Int64(row), options.ignore_index, self.spec.n)
         logit = Float32(element(source + label.index)[0])
         if label.kept:
@@ -107,11 +113,13 @@ class CrossEntropyBwd:
         """First element of a thread's vector."""
         return begin + (u * self.config.num_threads + tid) * self.spec.full_vector
 
-    def _load(self, source: cute.Pointer, begin: Int32, tid: Int32) -> list[cute.Tensor]:
+    def _load(
+        self, source: cute.Pointer, begin: Int32, tid: Int32, policy: Int64
+    ) -> list[cute.Tensor]:
         """The thread's vectors of logits."""
         n, vec = Int32(self.spec.n), self.spec.full_vector
         return [
-            copy.load_piece(source, self._index(begin, tid, u), n, vec, self.align)
+            copy.load_piece(source, self._index(begin, tid, u), n, vec, self.align, policy=policy)
             for u in range(self.config.unroll)
         ]
 

@@ -247,14 +247,15 @@ class CrossEntropyStream(Losses, ReductionBase):
         """Start to load a thread's share of a batch."""
         tiling, n = const_expr(self.tiling), Int32(self.spec.n)
         pointer = slice_pointer(mX, coordinates(mX, row), Int32(0))
-        first = b * tiling.n + tiling.start(tid)
+        first, policy = b * tiling.n + tiling.start(tid), self.policy(mX)
         if const_expr(self.shifted):
             first = first - copy.vector_offset(pointer, tiling.vec)
         for u in cutlass.range_constexpr(cute.size(pieces, mode=[1])):
             index = first + u * tiling.step
             if const_expr(u == self.config.unroll):  # behind all others: lane 0's
                 index = index if cute.arch.lane_idx() == 0 else n
-            piece = copy.load_piece(pointer, index, n, tiling.vec, copy.CHUNK, -math.inf)
+            access = (tiling.vec, copy.CHUNK, -math.inf, policy)
+            piece = copy.load_piece(pointer, index, n, *access)
             pieces[None, u].store(piece.load())
 
     @cute.jit

@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from quack_core.device import fast_math
 from quack_core.device.reduce import finite
 from quack_core.jit.compile import symbolic
-from quack_norm.ops.row_map.base import num_rows
+from quack_norm.ops.row_map.base import num_rows, row_policy
 
 from .config import STATE_INTS, FwdConfig, StreamConfig
 from .gradient import Label, Options, log_of, log_sum_exp
@@ -74,6 +74,10 @@ class Losses:
             preferred_smem_carveout=self.carveout,
             stream=stream,
         )
+
+    def policy(self, mX: cute.Tensor) -> Int64 | None:
+        """What L2 is told of the logits, where as much is written."""
+        return row_policy(mX) if self.spec.dx else None
 
     def store(
         self, results: Results, row: Int64, label: Label, z: Float32, known, options: Options

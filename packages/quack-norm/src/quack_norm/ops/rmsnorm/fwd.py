@@ -70,17 +70,19 @@ class RMSNormRows:
         return (left, partial[1]), partial
 
     def finish(self, total: Partial, scalars) -> tuple[Float32, ...]:
-        """rstd; for LayerNorm mean, what float32 lacks of the mean, and of rstd if it matters."""
+        """rstd; for LayerNorm mean, and what float32 lacks of it; what rstd lacks if it matters."""
         share = Float32(1 / self.spec.n)
+        exact = self.spec.out == "float32" and self.spec.weight is not None
         if not self.spec.centred:
-            return (fast_math.rsqrt(cute.math.fma(total[0], share, scalars[0])),)
+            square = cute.math.fma(total[0], share, scalars[0])
+            rstd = fast_math.rsqrt(square)
+            return (rstd, fast_math.rsqrt_rest(square, rstd)) if exact else (rstd,)
         _, point, distances, squares = total
         beyond = fast_math.product(distances, share)
         squares = cute.math.fma(-beyond, distances, squares)
         variance = cute.math.fma(squares, share, scalars[0])
         rstd = fast_math.rsqrt(variance)
         known = rstd, *fast_math.fast_two_sum(point, beyond)
-        exact = self.spec.out == "float32" and self.spec.weight is not None
         return (*known, fast_math.rsqrt_rest(variance, rstd)) if exact else known
 
     def result(self, values, known, columns, scalars):
@@ -101,7 +103,7 @@ class RMSNormRows:
         if exact and self.spec.weight is not None:  # one rounding for both products
             factor = cute.full_like(values, 1.0) * rstd
             lost = cute.math.fma(values, factor, -normalised)
-            lost = lost + values * others[2] if len(others) > 2 else lost
+            lost = lost + values * others[-1]
         return scale(normalised, lost, columns, scalars[1], self.spec)
 
 

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Int64
 
-from quack_core.device import copy
+from quack_core.device import copy, l2
 from quack_core.device.barrier import NamedBarrier
 from quack_core.device.reduce import SUM, Partial, Reduction, side_by_side
 from quack_core.reduction.base import ReductionBase
@@ -90,6 +90,10 @@ class RowMap(ReductionBase):
         of_sm = cutlass.memory.SmemAllocator.capacity_in_bytes() + reserved
         needed = max(1, self.config.ctas_per_sm) * (self.config.smem_bytes(self.spec) + reserved)
         return min(100, -(-100 * needed // of_sm))
+
+    def policy(self, mX: cute.Tensor) -> Int64 | None:
+        """What L2 is told of the rows that are read."""
+        return row_policy(mX)
 
     def by_vector(
         self, rows: list[Values], known: list, columns, scalars, dtype, tiling: RowTiling
@@ -191,6 +195,12 @@ def coordinates(tensor: cute.Tensor, row: Int32) -> tuple[Int32, ...]:
         return (row,)
     inner = tensor.shape[1]
     return row // inner, row % inner
+
+
+def row_policy(tensor: cute.Tensor) -> Int64:
+    """What L2 is told of rows that are read once, while as many are written."""
+    width = tensor.element_type.width // 8
+    return l2.streamed(Int64(num_rows(tensor)) * tensor.shape[-1] * width)
 
 
 def slice_pointer(tensor: cute.Tensor, at: tuple[Int32, ...], first: Int32) -> cute.Pointer:

@@ -186,11 +186,12 @@ class RowMapRing(RowMap):
         cute.arch.sync_warp()
         barrier.expect_bytes(ring.full, phase, total)
         if count > 0:
-            mbar = ring.full + phase.stage
-            tma.bulk_load(covers[0][0], ring.x[None, phase.stage].iterator, covers[0][1], mbar)
+            mbar, policy = ring.full + phase.stage, self.policy(mX)
+            target = ring.x[None, phase.stage].iterator
+            tma.bulk_load(covers[0][0], target, covers[0][1], mbar, policy=policy)
             if const_expr(mR is not None):
                 target = ring.residual[None, phase.stage].iterator
-                tma.bulk_load(covers[1][0], target, covers[1][1], mbar)
+                tma.bulk_load(covers[1][0], target, covers[1][1], mbar, policy=policy)
 
     @cute.jit
     def _next_row(

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from quack_core.device import barrier, copy, tma
 from quack_core.device.barrier import NamedBarrier, Phase
@@ -137,6 +137,7 @@ class RowMapStaged(RowMap):
     @cute.jit
     def _fetch(self, mX, mR, sX, sR, full: cute.Pointer, at, first: Int32, count: Int32):
         """Start all copies, batch by batch."""
+        policy = self.policy(mX)
         for b in cutlass.range_constexpr(self.batches):
             part = self._part(mX, at, first, count, b)
             total = part[2]
@@ -145,15 +146,15 @@ class RowMapStaged(RowMap):
                 total = total + other[2]
             if count > b * self.batch.n:
                 barrier.expect_bytes(full, Phase(Int32(b), Int32(0)), total)
-                self._load(part, sX, full + b)
+                self._load(part, sX, full + b, policy)
                 if const_expr(mR is not None):
-                    self._load(other, sR, full + b)
+                    self._load(other, sR, full + b, policy)
 
     @cute.jit
-    def _load(self, part, stage: cute.Tensor, mbar: cute.Pointer):
+    def _load(self, part, stage: cute.Tensor, mbar: cute.Pointer, policy: Int64):
         source, offset, size = part
         if size > 0:  # the rest of a row may have come with the batch before
-            tma.bulk_load(source, stage.iterator + offset, size, mbar)
+            tma.bulk_load(source, stage.iterator + offset, size, mbar, policy=policy)
 
     @cute.jit
     def _part(self, tensor: cute.Tensor, at, first: Int32, count: Int32, b: cutlass.Constexpr[int]):

@@ -69,7 +69,8 @@ class RowMapTile(RowMap):
         place = (at, first, thread, pred, count if valid else Int32(0))
         if const_expr(self.holds):
             late = const_expr(mR is not None)  # fewer registers: more CTAs on an SM
-            loaded = self._load((mX, mR), slice_pointer, align, place, self.fill)
+            policy = self.policy(mX)
+            loaded = self._load((mX, mR), slice_pointer, align, place, self.fill, policy)
             if const_expr(not late):
                 columns = self._load((mW, mB), column_pointer, weight_align, place)
             h = self.values(loaded, scalars)
@@ -95,14 +96,14 @@ class RowMapTile(RowMap):
         else:
             self._results(kept, mW, mB, mY, place, known, scalars)
 
-    def _load(self, tensors, pointer, align: int, place, fill: float = 0) -> list:
+    def _load(self, tensors, pointer, align: int, place, fill: float = 0, policy=None) -> list:
         """Vectors of a row of each operand in registers (vec, passes); None for an absent one."""
         at, first, thread, pred, _ = place
         return [
             None
             if tensor is None
             else copy.load_vectors(
-                pointer(tensor, at, first), self.tiling, thread, align, pred, fill
+                pointer(tensor, at, first), self.tiling, thread, align, pred, fill, policy
             )
             for tensor in tensors
         ]
@@ -113,11 +114,12 @@ class RowMapTile(RowMap):
         vec, align, skip = self.tiling.vec, self.spec.align, self.tiling.start(thread)
         kept = [copy.make_registers(self.tiling, Float32) for _ in range(self.num_values)]
         starts = [None if t is None else slice_pointer(t, at, first) + skip for t in (mX, mR)]
+        policy = self.policy(mX)
         for p in range(self.tiling.passes):
             cute.arch.sync_warp()  # or else all loads come first, and spill
             index, end = Int32(p * self.tiling.step), count - skip
             pieces = [
-                None if q is None else copy.load_piece(q, index, end, vec, align, self.fill)
+                None if q is None else copy.load_piece(q, index, end, vec, align, self.fill, policy)
                 for q in starts
             ]
             h = self.values(pieces, scalars)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 from cutlass import Float32
 
-from ..epilogue import Op
-from .fragment import PAIR, ROWS
+from .epilogue import Op
 
-BLOCK_SUMS = PAIR * ROWS
-"""Sums of a thread in 8 columns."""
+BLOCK_SUMS = 4
+"""Sums of a thread that are gates, before as many that they gate: what a warpgroup's threads have of 8
+columns, and 16 bytes of float32."""
 
 
 def outputs(
@@ -18,8 +18,8 @@ def outputs(
 ) -> Iterator[tuple[int, list[Float32]]]:
     """Number and values of each output, in the order of the thread's sums, as soon as they are known.
 
-    Number 0 is D, which comes last; -1, -2 and so on are values to be reduced. Where an op takes or gives pairs, blocks of 8 columns alternate:
-    gates, then what they gate.
+    Number 0 is D, which comes last; -1, -2 and so on are values to be reduced. Where an op takes or
+    gives pairs, blocks of ``BLOCK_SUMS`` alternate: gates, then what they gate.
 
     Args:
         operand: gives operand number i of the epilogue for sum number j.

@@ -1,4 +1,4 @@
-"""Symbolic operands of the kernel: what may be free, and what the compiler may count on."""
+"""Symbolic operands of the kernels: what may be free, and what the compiler may count on."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from quack_core.gemm.epilogue import Kind
 from quack_core.jit.compile import to_cute
 from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 
-from ..config import GemmConfig
-from ..spec import GemmSpec
+from .config import GemmConfig, SplitK
+from .spec import GemmSpec, SumSpec
 
 ALIGN = 16
 """Bytes that TMA wants addresses and strides to be multiples of."""
@@ -58,6 +58,8 @@ def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
         matrix(dtype, (m, n if ratio == (1, 1) else cols), spec.d_major, spec.batched)
         for dtype, ratio in zip(spec.outputs, spec.ratios, strict=True)
     )
+    if config.split_mode == SplitK.SEPARATE:
+        outputs = (_parts(spec),)
     return (
         matrix(spec.a, (m, k), spec.a_major, spec.a_batched),
         matrix(spec.b, (k, n), spec.b_major, spec.b_batched),
@@ -66,3 +68,17 @@ def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
         tuple(partials(one) for one in spec.reductions) or None,
         Int32(0),
     )
+
+
+def arguments_of_sum(spec: SumSpec) -> tuple:
+    """Likewise, of the kernel that adds parts."""
+    _, _, outputs, operands, *_ = arguments(spec.product, GemmConfig())
+    return _parts(spec.product), outputs, operands
+
+
+def _parts(spec: GemmSpec) -> Any:
+    """(L * parts, M, N) in D's memory order, with rows or columns that may be longer than D's."""
+    outer, matrix = (sym_int64(divisibility=ALIGN // 4) for _ in range(2))
+    inner = (outer, 1) if spec.d_major == "row" else (1, outer)
+    shape = tuple(sym_int() for _ in range(3))
+    return make_fake_tensor(Float32, shape, stride=(matrix, *inner), assumed_align=ALIGN)
