@@ -30,6 +30,7 @@ PURE = {
     "quack_core.gemm",
     "quack_core.gemm.activations",
     "quack_core.gemm.epilogue",
+    "quack_core.gemm.op",
     "quack_core.layout",
     "quack_core.layout.algebra",
     "quack_core.layout.int_tuple",

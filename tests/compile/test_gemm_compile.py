@@ -18,12 +18,16 @@ from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     Op,
     RowReduce,
     Scale,
+    SelectColumn,
+    SelectRow,
     StoreAux,
 )
 from quack_core.jit.compile import Compiled, compile_kernel
@@ -36,6 +40,7 @@ ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
 
 WIDE = GemmConfig(128, 256, 2, 1)
 PINGPONG = GemmConfig(128, 128, 1, 1, pingpong=True)
+NARROW = GemmConfig(64, 192, 1, 1, pingpong=True)
 FEW_ROWS = GemmConfig(128, 64, 1, 1, swap=True)
 APART = GemmConfig(128, 256, 1, 1, split_k=48, split_mode=SplitK.SEPARATE)
 ADDED = GemmConfig(128, 128, 2, 1, split_k=6, split_mode=SplitK.PARALLEL)
@@ -88,6 +93,7 @@ EPILOGUES = [
     (fused(Scale(), AddVector(BF16), Activation("gelu_tanh")), WIDE),
     (fused(AddC(BF16, beta=Kind.DEVICE_SCALAR), AddVector(F32, Kind.COLUMN)), WIDE),
     (fused(AddVector(BF16), AddC(BF16)), FEW_ROWS),
+    (GemmSpec(BF16, BF16, F32, "column", "row", epilogue=(AddC(F32),)), WIDE),
     (fused(StoreAux(BF16), Activation("silu")), WIDE),
     (fused(Gate("silu")), WIDE),
     (fused(Gate("silu"), concat=True), WIDE),
@@ -95,8 +101,21 @@ EPILOGUES = [
     (fused(AddVector(BF16), StoreAux(BF16), Gate("silu"), concat=True), PINGPONG),
     (fused(ActivationGrad("gelu_tanh", BF16)), WIDE),
     (fused(RowReduce("sum_squares"), Scale(Kind.ROW)), WIDE),
-    (fused(RowReduce("lse")), PINGPONG),
+    (fused(RowReduce("lse")), NARROW),
+    (fused(RowReduce("max")), FEW_ROWS),
+    (fused(ActivationGrad("gelu_tanh", BF16), ColumnReduce("sum")), WIDE),
+    (fused(ColumnReduce("lse"), RowReduce("lse"), a_batched=True), NARROW),
+    (fused(ColumnReduce("lse")), GemmConfig(128, 64, 1, 1, pingpong=True)),
+    (fused(ColumnReduce("max")), FEW_ROWS),
+    (fused(RowReduce("lse"), SelectColumn()), GemmConfig(128, 224, 2, 1)),
+    (fused(SelectColumn("int32"), SelectRow()), FEW_ROWS),
+    (fused(SelectRow("int32"), AddVector(BF16)), WIDE),
+    (fused(ColumnReduce("sum_squares"), d_major="column"), GemmConfig(192, 144, 1, 1)),
     (fused(GateGrad("silu", BF16)), WIDE),
+    (fused(Mirror()), WIDE),
+    (fused(Scale(), AddC(BF16, Kind.SCALAR), Mirror(), a_batched=True, b_batched=True), WIDE),
+    (GemmSpec(BF16, BF16, F32, "column", "row", epilogue=(Mirror(),)), PINGPONG),
+    (fused(Mirror()), GemmConfig(128, 128, 1, 1, split_k=2)),
     (GemmSpec(E4M3, E4M3, BF16, epilogue=SCALES), GemmConfig(128, 160, 2, 1)),
 ]
 CASES = [*PRODUCTS, *EPILOGUES]

@@ -44,10 +44,12 @@ def test_gemm_exports_exactly_the_promised_names(fresh_python):
         "gemm_act",
         "gemm_add",
         "gemm_dact",
+        "gemm_dact_bias",
         "gemm_dgated",
         "gemm_gated",
         "gemm_norm_act",
         "gemm_rms",
+        "gemm_symmetric",
         "linear",
         "linear_act",
         "linear_gated",
@@ -165,6 +167,10 @@ outcomes = {{
     "gemm_dact": (
         quack_gemm.gemm_dact(half, half.T, square, "relu"), (product * (square > 0)).bfloat16()
     ),
+    "gemm_dact_bias": (
+        quack_gemm.gemm_dact_bias(half, half.T, square, "relu")[1],
+        (product * (square > 0)).sum(0),
+    ),
     "gemm_dgated": (
         quack_gemm.gemm_dgated(half, eight.T, wide, "reglu")[:, 1::2],
         (half.float() @ eight.float().T * wide[:, ::2].relu()).bfloat16(),
@@ -172,6 +178,7 @@ outcomes = {{
     "gemm_rms": (
         quack_gemm.gemm_rms(half, half.T)[1], (product.square().mean(-1) + 1e-6).rsqrt()
     ),
+    "gemm_symmetric": (quack_gemm.gemm_symmetric(half), product.bfloat16()),
     "gemm_norm_act": (
         quack_gemm.gemm_norm_act(half, half.T, torch.full((5,), 0.5)), (product * 0.5).bfloat16()
     ),

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 from cutlass.tensor_utils import LayoutEnum
 
-from quack_core.gemm.sm90 import fragment, store
+from quack_core.gemm.sm90 import columns, fragment, store
 
 WIDTHS = (*range(16, 257, 16),)
 SHARED = [(groups, atoms) for groups in (1, 2, 3) for atoms in (1, 2)]
@@ -86,12 +86,8 @@ def in_the_dsl():
 
 
 def expected(thread, i):
-    row, col = fragment.place(i)
-    block, pair = divmod(col, fragment.PAIR)
-    return (
-        fragment.first_row(thread) + row * fragment.ROW_STEP,
-        fragment.first_col(thread) + block * fragment.BLOCK + pair,
-    )
+    below, beside = fragment.offset(i)
+    return fragment.first_row(thread) + below, fragment.first_col(thread) + beside
 
 
 def offsets(shape, stride):
@@ -131,6 +127,22 @@ def test_registers_of_a_stored_part_are_in_the_order_of_the_sums(in_the_dsl, sin
     assert len(found[SOME_THREADS[0]]) == fragment.sums_of(sink[2])
     for thread, places in found.items():
         assert places == [expected(thread, i) for i in range(len(places))]
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 32])
+def test_lanes_that_exchange_halves_end_with_neighbouring_columns(count):
+    """All lanes of a column meet, and each column is kept by one of them, or by equal ones."""
+    held = [range(count)] * 32
+    seen = [{lane} for lane in range(32)]
+    for offset in (16, 8, 4):
+        half = len(held[0]) // 2
+        if half:
+            held = [x[half:] if i // offset % 2 else x[:half] for i, x in enumerate(held)]
+        seen = [seen[i] | seen[i ^ offset] for i in range(32)]
+    for lane in range(32):
+        first, kept = columns.first_kept(lane, count), max(1, count // 8)
+        assert list(held[lane]) == list(range(first, first + kept))
+        assert seen[lane] == set(range(lane % 4, 32, 4))
 
 
 # --- operands of an epilogue, read on the CPU as the threads of a warpgroup would

@@ -80,3 +80,46 @@ def test_numbers_near_the_end_of_int32():
 def test_a_group_has_a_row(group):
     with pytest.raises(ValueError, match=f"group={group}: must be at least 1"):
         order.make(1, 1, 1, group)
+
+
+# --- the half of symmetric matrices
+
+
+@cute.jit
+def enumerate_lower(sizes: cute.Tensor, out: cute.Tensor, group: cutlass.Constexpr[int]):
+    for case in range(sizes.shape[0]):
+        made = order.make_lower(sizes[case, 0], sizes[case, 1], group)
+        for work in range(made.total):
+            row, col, matrix = order.locate_lower(made, Int32(work), group)
+            out[case, work, 0], out[case, work, 1], out[case, work, 2] = row, col, matrix
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_cluster_of_the_lower_half_once(group):
+    sizes = np.array([(size, batches) for size in range(1, 34) for batches in (1, 3)], np.int32)
+    counts = sizes[:, 0] * (sizes[:, 0] + 1) // 2 * sizes[:, 1]
+    out = np.full((len(sizes), counts.max(), 3), -1, np.int32)
+    enumerate_lower(*(from_dlpack(a).mark_layout_dynamic() for a in (sizes, out)), group)
+    for (size, batches), count, found in zip(sizes, counts, out, strict=True):
+        wanted = {
+            (row, col, matrix)
+            for matrix in range(batches)
+            for row in range(size)
+            for col in range(row + 1)
+        }
+        assert len(wanted) == count
+        assert sorted(tuple(map(int, place)) for place in found[:count]) == sorted(wanted)
+        assert (found[count:] == -1).all()
+
+
+@pytest.mark.parametrize("size", [32, 33])
+def test_neighbours_in_time_are_neighbours_in_the_lower_half(size):
+    """A group's clusters, as many as run at once, need few rows and columns of operands."""
+    group, at_once = 8, 66
+    sizes, count = np.array([(size, 1)], np.int32), size * (size + 1) // 2
+    out = np.zeros((1, count, 3), np.int32)
+    enumerate_lower(*(from_dlpack(a).mark_layout_dynamic() for a in (sizes, out)), group)
+    for first in range(0, count - at_once, at_once):
+        some = out[0, first : first + at_once]
+        needed = len(np.unique(some[:, 0])) + len(np.unique(some[:, 1]))
+        assert needed <= 2 * group + 2 * (at_once // group + 1) + group

@@ -9,9 +9,11 @@ from quack_core import arch, dtypes
 from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     RowReduce,
     Scale,
     StoreAux,
@@ -48,6 +50,9 @@ SPECS = [
     fused(StoreAux(F), Gate("silu")),
     fused(ActivationGrad("gelu", B)),
     fused(GateGrad("silu", B)),
+    fused(RowReduce("lse")),
+    fused(ColumnReduce("sum")),
+    fused(AddVector(B), ColumnReduce("lse"), RowReduce("max")),
 ]
 CONFIGS = [
     GemmConfig(),
@@ -68,7 +73,10 @@ def most(spec: GemmSpec, config: GemmConfig) -> int:
     if spec.a == E:
         return {1: 96, 2: 96, 3: 64}[config.groups] if config.atoms == 1 else 0
     kinds = [operand.kind for op in spec.epilogue for operand in op.operands]
-    return 160 if spec.reductions or Kind.TILE in kinds or Kind.PAIRS in kinds else 192
+    if any(one.name == "lse" for one in spec.reductions):
+        return {1: 112, 2: 64}[config.atoms]
+    tiles = Kind.TILE in kinds or Kind.PAIRS in kinds
+    return 128 if spec.reductions and tiles else 160 if spec.reductions or tiles else 192
 
 
 PAIRS = [
@@ -152,10 +160,47 @@ def test_pairs_do_not_suit_a_tile(config: GemmConfig) -> None:
     config.check(plain())
 
 
-def test_rows_are_reduced_without_swap() -> None:
-    with pytest.raises(ValueError, match="rows are reduced without swap"):
-        GemmConfig(128, 64, 1, 1, swap=True).check(fused(RowReduce("sum")))
-    GemmConfig(128, 64, 1, 1).check(fused(RowReduce("sum")))
+@pytest.mark.parametrize("op", [RowReduce("sum"), ColumnReduce("sum")])
+def test_nothing_is_reduced_with_parts_of_k(op: RowReduce | ColumnReduce) -> None:
+    with pytest.raises(ValueError, match="reduced without split_k"):
+        GemmConfig(128, 64, 1, 1, split_k=2).check(fused(op))
+    for swap in (False, True):
+        GemmConfig(128, 64, 1, 1, swap=swap).check(fused(op))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    ("config", "across", "down"),
+    [
+        (GemmConfig(128, 64, 1, 1), 5, 6),  # tiles of columns; warpgroups' rows: two of a tile
+        (GemmConfig(128, 128, 1, 1, pingpong=True), 3, 3),  # one
+        (GemmConfig(64, 96, 2, 1), 4, 6),  # whole clusters
+        (GemmConfig(64, 96, 1, 2), 4, 5),
+        (GemmConfig(256, 64, 1, 1), 5, 4),
+    ],
+)
+def test_numbers_of_a_reduction(config: GemmConfig, across: int, down: int, swap: bool) -> None:
+    """A D of 300 x 300 in tiles."""
+    config = dataclasses.replace(config, swap=swap)
+    row, column = (op.reduces for op in (RowReduce("max"), ColumnReduce("max")))
+    assert row is not None and column is not None
+    assert (config.down(row), config.down(column)) == (swap, not swap)
+    found = config.partials(row, 300, 300), config.partials(column, 300, 300)
+    assert found == ((down, across) if swap else (across, down))
+    of_warps = 4 * 4 * config.tile_n * config.groups
+    for op in (RowReduce("lse"), ColumnReduce("lse")):
+        assert op.reduces is not None
+        spec, more = fused(op), 2 * of_warps if config.down(op.reduces) else 0
+        out = config.groups * config.buffers(spec) * 64 * config.piece_cols(spec) * 2
+        assert config.store_bytes(spec) == out + more
+
+
+def test_numbers_of_d_as_the_kernel_sees_it() -> None:
+    column = ColumnReduce("sum").reduces
+    assert column is not None
+    assert GemmConfig(128, 64, 1, 1).partials(column, 1000, 5) == 16
+    assert GemmConfig(128, 64, 1, 1, swap=True).partials(column, 1000, 5) == 16
+    assert GemmConfig(128, 64, 1, 1, swap=True).partials(column, 65, 5) == 2
 
 
 def test_pairs_are_shared_in_whole_blocks() -> None:
@@ -289,6 +334,7 @@ def suits(spec: GemmSpec, cols: int) -> bool:
     holds = len(spec.outputs) > 1 or any(
         one.kind in (Kind.TILE, Kind.PAIRS) for one in operands(spec.epilogue)
     )
+    holds = holds or any(one.name == "lse" for one in spec.reductions)
     least = min(spec.cols(i, cols) for i in range(len(spec.outputs)))
     most = max(row_bytes(spec, cols))
     return least >= 16 and cols <= (32 if holds else 128) and most <= SWIZZLE_BYTES
@@ -320,12 +366,33 @@ def row_bytes(spec: GemmSpec, cols: int) -> list[int]:
         (GemmSpec(E, E, B), GemmConfig(128, 256, 1, 1)),
         (GemmSpec(E, E, B), GemmConfig(192, 160, 1, 1)),
         (fused(ActivationGrad("silu", B)), GemmConfig(128, 192, 1, 1, pingpong=True)),
+        (fused(ColumnReduce("lse")), GemmConfig(128, 256, 1, 1)),
+        (fused(RowReduce("lse")), GemmConfig(256, 96, 1, 1)),
+        (fused(RowReduce("sum")), GemmConfig(128, 256, 1, 1, swap=True)),
+        (
+            fused(ActivationGrad("silu", B), ColumnReduce("sum")),
+            GemmConfig(128, 160, 1, 1, pingpong=True),
+        ),
     ],
     ids=named,
 )
 def test_sums_that_would_spill(spec: GemmSpec, config: GemmConfig) -> None:
     with pytest.raises(ValueError, match=f"{config.accumulators} sums per thread"):
         config.check(spec)
+
+
+def test_half_of_a_symmetric_product_is_made_of_squares() -> None:
+    spec = fused(Mirror())
+    for config in (GemmConfig(), GemmConfig(256, 128, 1, 2), GemmConfig(128, 128, 1, 1, split_k=2)):
+        config.check(spec)
+        twice = config.groups * config.buffers(spec) * 64 * config.piece_cols(spec) * 2 * 2
+        came = (config.split_k - 1) * config.tile_m * config.tile_n * 4 // config.shares(spec)
+        assert config.store_bytes(spec) == twice + came
+        assert 64 % config.piece_cols(spec) == 0  # a block of 64 rows is a whole number of parts
+    with pytest.raises(ValueError, match="those have 128 rows and 256 columns"):
+        GemmConfig(128, 256, 1, 1).check(spec)
+    with pytest.raises(ValueError, match="computed without swap"):
+        GemmConfig(128, 128, 1, 1, swap=True).check(spec)
 
 
 def test_loads_are_shared_in_whole_swizzles() -> None:

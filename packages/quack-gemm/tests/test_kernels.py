@@ -86,9 +86,15 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
     "gemm_act": lambda m: ("gemm_act", (t(m, 64), t(136, 64).mT, "gelu"), {}),
     "gemm_gated": lambda m: ("gemm_gated", (t(m, 64), t(256, 64).mT, "swiglu"), {"concat": True}),
     "gemm_dact": lambda m: ("gemm_dact", (t(m, 64), t(64, 136), t(m, 136), "gelu"), {}),
+    "gemm_dact_bias": lambda m: (
+        "gemm_dact_bias",
+        (t(m, 64), t(64, 136), t(m, 136), "gelu"),
+        {},
+    ),
     "gemm_dgated": lambda m: ("gemm_dgated", (t(m, 64), t(64, 128), t(m, 256), "swiglu"), {}),
     "gemm_add": lambda m: ("gemm_add", (t(m, 64), t(64, 136), t(m, 136)), {}),
     "gemm_rms": lambda m: ("gemm_rms", (t(m, 64), t(64, 136)), {"c": t(m, 136)}),
+    "gemm_symmetric": lambda m: ("gemm_symmetric", (t(m, 64),), {"c": t(m, m), "beta": 0.5}),
     "gemm_norm_act": lambda m: (
         "gemm_norm_act",
         (t(m, 64), t(136, 64).mT, t(m, dtype=F32), "silu"),
@@ -96,6 +102,11 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
     ),
     "linear": lambda m: ("linear", (t(2, m, 64), t(136, 64), t(136)), {}),
     "linear, training": lambda m: ("linear", (t(m, 64, grad=True), t(136, 64, grad=True)), {}),
+    "linear, accumulating": lambda m: (
+        "linear",
+        (t(m, 64, grad=True), t(136, 64, grad=True)),
+        {"accumulate": True},
+    ),
     "linear, a frozen weight": lambda m: ("linear", (t(m, 64, grad=True), t(136, 64)), {}),
     "linear_act, training": lambda m: (
         "linear_act",
@@ -113,6 +124,11 @@ CASES: dict[str, Callable[[int], tuple[str, tuple[Any, ...], dict[str, Any]]]] =
         (t(m, 64, grad=True), t(136, 64, grad=True), t(64, 136, grad=True), "relu_sq"),
         {},
     ),
+    "mlp, biases": lambda m: (
+        "mlp",
+        (t(m, 64, grad=True), t(136, 64, grad=True), t(64, 136, grad=True), "relu"),
+        {"bias1": t(136, grad=True), "bias2": t(64, grad=True)},
+    ),
     "mlp, recomputing": lambda m: (
         "mlp",
         (t(m, 64, grad=True), t(256, 64, grad=True), t(64, 128, grad=True), "swiglu"),
@@ -129,7 +145,8 @@ def test_listed_is_loaded(case: Any, rows: int, loaded: list[Kernel]) -> None:
     assert loaded == []
     result = getattr(quack_gemm, name)(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.requires_grad:
-        result.backward(torch.ones_like(result))
+        for _ in range(1 + kwargs.get("accumulate", False)):
+            result.backward(torch.ones_like(result), retain_graph=True)
     assert set(listed) == set(loaded)
     assert {each.key() for each in listed} == {each.key() for each in loaded}  # texts, named texts
     assert len(listed) == len(set(listed))

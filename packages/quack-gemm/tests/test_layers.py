@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from quack_core.gemm.activations import reference
-from quack_core.gemm.epilogue import AddVector, RowReduce
 from quack_core.testing.compare import assert_accurate, assert_bitwise
 from quack_core.testing.inputs import random
 from quack_gemm import fused
@@ -18,6 +17,7 @@ from quack_gemm.fused import (
     GATED,
     gemm_act,
     gemm_dact,
+    gemm_dact_bias,
     gemm_dgated,
     gemm_gated,
     gemm_norm_act,
@@ -231,24 +231,16 @@ def test_a_norm_in_two_gemms(shape: tuple[int, ...], device: str) -> None:
     assert halved.shape == (*shape[:-1], 24)
 
 
-@pytest.mark.parametrize("n", [40, 1001])
-@pytest.mark.parametrize("name", ["sum", "sum_squares", "max", "lse"])
-def test_reductions_of_rows(name: str, n: int, device: str) -> None:
-    """Columns beyond N do not count, however the tiles lie."""
-    a, b = random((150, 64), BF16, device, seed=1), random((n, 64), BF16, device, seed=2).mT
-    bias = random((n,), F32, device, seed=3) + 3
-    steps = [(AddVector("float32"), (bias,)), (RowReduce(name), ())]
-    _, found = compute(a, b, steps, [BF16])
-    x = a.double() @ b.double() + bias.double()
-    right = {
-        "sum": x.sum(-1),
-        "sum_squares": x.square().sum(-1),
-        "max": x.amax(-1),
-        "lse": x.logsumexp(-1),
-    }[name]
-    terms = x.abs().sum(-1) if name == "sum" else right.abs()
-    assert found.dtype == F32 and found.shape == (150,)
-    assert ((found - right).abs() <= 2.0**-18 * terms).all()
+def test_the_gradient_of_a_bias_comes_with_that_of_an_activation(device: str) -> None:
+    dout, weight = random((150, 64), BF16, device, seed=1), random((64, 40), BF16, device, seed=2)
+    preact = random((150, 40), BF16, device, seed=3)
+    dpre, dbias = gemm_dact_bias(dout, weight, preact, "gelu_tanh")
+    assert_bitwise(dpre, gemm_dact(dout, weight, preact, "gelu_tanh"))
+    leaf = preact.double().requires_grad_()
+    F.gelu(leaf, approximate="tanh").backward(dout.double() @ weight.double())
+    assert leaf.grad is not None and dbias.dtype == F32
+    error = (dbias - leaf.grad.sum(0)).abs()
+    assert (error <= 2.0**-18 * leaf.grad.abs().sum(0)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

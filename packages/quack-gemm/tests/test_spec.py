@@ -11,13 +11,16 @@ from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     Op,
     RowReduce,
     Scale,
     StoreAux,
+    Vector,
 )
 from quack_gemm.spec import GemmSpec
 
@@ -84,10 +87,43 @@ def test_pairs_in_another_order(op: Op, fields: dict, needed: str) -> None:
 
 
 @pytest.mark.parametrize("op", [GATE, GATE_GRAD], ids=["takes", "gives"])
-def test_pairs_and_reduced_rows(op: Op) -> None:
-    with pytest.raises(ValueError, match="with pairs reduces no rows"):
-        fused(RowReduce("sum"), op)
-    assert fused(RowReduce("sum"), RowReduce("max")).reductions == ("sum", "max")
+def test_pairs_and_reductions(op: Op) -> None:
+    for reduce in (RowReduce("sum"), ColumnReduce("sum")):
+        with pytest.raises(ValueError, match="with pairs reduces nothing"):
+            fused(reduce, op)
+
+
+def test_reductions() -> None:
+    found = fused(RowReduce("sum"), ColumnReduce("max")).reductions
+    assert found == (Vector("sum", Kind.COLUMN), Vector("max", Kind.ROW))
+    for reduce in (RowReduce, ColumnReduce):
+        with pytest.raises(ValueError, match="name='mean': must be one of sum, sum_squares"):
+            reduce("mean")
+
+
+@pytest.mark.parametrize(
+    ("ops", "found"),
+    [
+        ((Mirror(), Scale()), "Scale behind an op that mirrors D"),
+        ((Mirror(), Mirror()), "Mirror behind an op that mirrors D"),
+        ((AddVector(B), Mirror()), "AddVector beside"),
+        ((Scale(Kind.COLUMN), Mirror()), "Scale beside"),
+        ((GATE, Mirror()), "Gate beside"),
+        ((GATE_GRAD, Mirror()), "GateGrad beside"),
+        ((StoreAux(B), Mirror()), "StoreAux beside"),
+        ((RowReduce("sum"), Mirror()), "RowReduce beside"),
+    ],
+)
+def test_halves_that_would_differ(ops: tuple[Op, ...], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        fused(*ops)
+
+
+def test_a_symmetric_product_is_stored_twice() -> None:
+    spec = fused(Scale(), AddC(B, Kind.SCALAR), Activation("relu"), Mirror())
+    assert spec.symmetric and spec.sinks == ((0, "plain"), (0, "mirror"))
+    assert spec.outputs == (B,)
+    assert not fused(Scale()).symmetric
 
 
 def test_doubled_columns_take_any_b() -> None:

@@ -14,16 +14,18 @@ from cutlass.cute.runtime import from_dlpack
 from torch import Tensor
 
 from quack_core import arch
-from quack_core.gemm import order
 from quack_core.gemm.epilogue import (
     Activation,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     Kind,
+    Mirror,
     Op,
     RowReduce,
     Scale,
+    SelectRow,
     StoreAux,
 )
 from quack_core.gemm.sm90.ring import Cluster
@@ -32,8 +34,7 @@ from quack_gemm import autograd, heuristic, launch, repeat
 from quack_gemm.api import gemm
 from quack_gemm.config import GemmConfig, SplitK, SumConfig
 from quack_gemm.heuristic import Problem
-from quack_gemm.sm90.finish import Sizes
-from quack_gemm.sm90.kernel import GemmSm90
+from quack_gemm.sm90.places import Sizes, Walk
 from quack_gemm.spec import GemmSpec, SumSpec
 
 B, F = "bfloat16", "float32"
@@ -129,8 +130,20 @@ def test_what_can_be_added_part_by_part() -> None:
 
 @pytest.mark.parametrize("config", [apart(4), added(4)], ids=["separate", "parallel"])
 def test_rows_are_not_reduced_over_parts(config: GemmConfig) -> None:
-    with pytest.raises(ValueError, match="without split_k"):
-        config.check(GemmSpec(B, B, F, epilogue=(RowReduce("sum"),)))
+    for op in (RowReduce("sum"), ColumnReduce("max"), SelectRow()):
+        with pytest.raises(ValueError, match="without split_k, whatever split_mode"):
+            config.check(GemmSpec(B, B, F, epilogue=(op,)))
+
+
+def test_half_of_a_symmetric_product_is_split_in_clusters_only() -> None:
+    spec = GemmSpec(B, B, F, epilogue=(Mirror(),))
+    for config in (apart(4, cluster_m=1, tile_n=128), added(4, cluster_m=1, tile_n=128)):
+        with pytest.raises(ValueError, match="without split_k, or with split_mode=serial"):
+            config.check(spec)
+    GemmConfig(128, 128, 1, 1, split_k=4).check(spec)
+    few = heuristic.Problem(128, 128, 131072, 1, spec, 132)
+    assert heuristic.separate(few) == ()
+    assert heuristic.default(few, arch.SM90).split_mode == SERIAL
 
 
 def test_epilogues_do_not_limit_the_tiles_of_parts() -> None:
@@ -153,11 +166,11 @@ def test_modes_pass_through_the_dispatcher(config: GemmConfig) -> None:
 # --- which part a CTA has
 
 
-class Walk:
+class Launch:
     """Where the clusters of a launch are, one after the other."""
 
     def __init__(self, spec: GemmSpec, config: GemmConfig):
-        self.config, self.gemm = config, GemmSm90(config.product(spec), config)
+        self.config, self.walk = config, Walk(config.product(spec), config)
 
     @cute.jit
     def __call__(
@@ -167,14 +180,17 @@ class Walk:
     ):
         config = self.config
         down, across, batches, steps = sizes
-        made = order.make(Int32(down), Int32(across), Int32(batches * config.ranges), config.group)
+        rows = down * config.cluster_m * config.tile_m
+        cols = across * config.cluster_n * config.tile_n
+        stored = batches * config.ranges if config.split_mode == SEPARATE else batches
+        made = self.walk.make_order(Int32(rows), Int32(cols), Int32(stored))
         sizes_of = Sizes(Int32(0), Int32(0), Int32(steps))
         for work in range(made.total):
             for rank in cutlass.range_constexpr(config.cluster):
                 row, rest = rank % config.cluster_m, rank // config.cluster_m
                 col, part = rest % config.cluster_n, rest // config.cluster_n
                 at = Cluster(Int32(row), Int32(col), Int32(part))
-                place, first, count = self.gemm._locate(made, Int32(work), at, sizes_of)
+                place, first, count = self.walk.locate(made, Int32(work), at, sizes_of)
                 found = (place.row, place.col, place.matrix, first, count)
                 for i in cutlass.range_constexpr(5):
                     out[work, rank, i] = found[i]
@@ -196,7 +212,7 @@ class Walk:
 def test_each_step_of_each_tile_once(config: GemmConfig, steps: int, batches: int) -> None:
     down, across, total = 3, 2, 3 * 2 * batches * config.ranges
     out = np.full((total, config.cluster, 5), -1, np.int32)
-    Walk(GemmSpec(B, B, F), config)(from_dlpack(out), (down, across, batches, steps))
+    Launch(GemmSpec(B, B, F), config)(from_dlpack(out), (down, across, batches, steps))
     seen: Counter[tuple[int, ...]] = Counter()
     parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for row, col, matrix, first, count in out.reshape(-1, 5).tolist():

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from quack_gemm.fused import gemm_act as gemm_act
     from quack_gemm.fused import gemm_add as gemm_add
     from quack_gemm.fused import gemm_dact as gemm_dact
+    from quack_gemm.fused import gemm_dact_bias as gemm_dact_bias
     from quack_gemm.fused import gemm_dgated as gemm_dgated
     from quack_gemm.fused import gemm_gated as gemm_gated
     from quack_gemm.fused import gemm_norm_act as gemm_norm_act
     from quack_gemm.fused import gemm_rms as gemm_rms
+    from quack_gemm.fused import gemm_symmetric as gemm_symmetric
     from quack_gemm.layers import MLP as MLP
     from quack_gemm.layers import Linear as Linear
     from quack_gemm.layers import linear as linear
@@ -34,10 +36,12 @@ _HOME = {
     "gemm_act": "quack_gemm.fused",
     "gemm_add": "quack_gemm.fused",
     "gemm_dact": "quack_gemm.fused",
+    "gemm_dact_bias": "quack_gemm.fused",
     "gemm_dgated": "quack_gemm.fused",
     "gemm_gated": "quack_gemm.fused",
     "gemm_norm_act": "quack_gemm.fused",
     "gemm_rms": "quack_gemm.fused",
+    "gemm_symmetric": "quack_gemm.fused",
     "linear": "quack_gemm.layers",
     "linear_act": "quack_gemm.layers",
     "linear_gated": "quack_gemm.layers",
@@ -54,10 +58,12 @@ __all__ = [
     "gemm_act",
     "gemm_add",
     "gemm_dact",
+    "gemm_dact_bias",
     "gemm_dgated",
     "gemm_gated",
     "gemm_norm_act",
     "gemm_rms",
+    "gemm_symmetric",
     "linear",
     "linear_act",
     "linear_gated",

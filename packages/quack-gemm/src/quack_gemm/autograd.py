@@ -174,11 +174,12 @@ def _forward_fake(
     concat: bool,
     config: GemmConfig | int | None,
 ) -> list[Tensor]:
-    rows, n = (*launch.batch_of(a, b), a.shape[-2]), b.shape[-1]
+    batch, m, n = launch.batch_of(a, b), a.shape[-2], b.shape[-1]
     spec = launch.shape_of(tuple(op for op, _ in steps))
+    lengths = {Kind.COLUMN: m, Kind.ROW: n}
     return [
-        launch.empty(a, (*rows, spec.cols(i, n)), dtype) for i, dtype in enumerate(out_dtypes)
-    ] + [a.new_empty(rows, dtype=torch.float32) for _ in spec.reductions]
+        launch.empty(a, (*batch, m, spec.cols(i, n)), dtype) for i, dtype in enumerate(out_dtypes)
+    ] + [a.new_empty((*batch, lengths[one.kind]), dtype=torch.float32) for one in spec.reductions]
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quack_core import torch_op
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
-from quack_core.gemm.epilogue import Kind, Op, doubles, halves
+from quack_core.gemm.epilogue import Kind, Op, doubles, halves, mirrors
 
 from .spec import Major
 
@@ -133,6 +133,8 @@ def steps(
     try:
         ops = tuple(op for op, _ in given)
         gated, doubled = halves(ops), doubles(ops)
+        if mirrors(ops) and m != n:
+            raise ValueError(f"D has {m} rows and {n} columns: to be mirrored it must be square")
     except ValueError as error:
         raise ShapeError(f"gemm: {error}") from None
     needed = 16 if gated else 8 if doubled else 1

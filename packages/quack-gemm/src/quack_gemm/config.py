@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from quack_core import dtypes
 from quack_core.arch import SM90
-from quack_core.gemm.epilogue import Kind, operands
+from quack_core.gemm.epilogue import PARTIALS, Kind, Vector, operands
 
 from .spec import GemmSpec
 
@@ -24,6 +24,8 @@ class SplitK(StrEnum):
 
 WARPGROUP = 128
 """Threads that issue a matrix instruction together."""
+WARPS = 4
+"""Of a warpgroup."""
 ATOM_M = 64
 """Rows of a matrix instruction."""
 SWIZZLE_BYTES = 128
@@ -37,7 +39,12 @@ REGISTERS = SM90.registers_per_sm
 MOST_SUMS = {1: 192, 2: 192, 3: 96}
 """Sums of a thread, by the warpgroups that multiply: more spill."""
 MOST_BUSY_SUMS = 160
-"""The same beside an epilogue that reads whole tiles or reduces rows."""
+"""The same beside an epilogue that reads whole tiles or reduces them."""
+MOST_BUSIEST_SUMS = 128
+"""The same beside one that does both."""
+MOST_ONLINE_SUMS = {1: 112, 2: 64}
+"""The same beside a reduction with two numbers, or with operands swapped beside any; by the instructions
+of 64 rows of a warpgroup."""
 MOST_PROMOTED = {1: 96, 2: 96, 3: 64}
 """The same where sums are promoted, which takes twice as many."""
 MULTICAST_ROWS = 8
@@ -183,9 +190,17 @@ class GemmConfig:
         of_all = REGISTERS // WARPGROUP
         return few, min(240, (of_all - few) // self.groups // 8 * 8)
 
-    def tiles_across(self, n: int) -> int:
-        """Tiles side by side in a row of D, those of whole clusters; without ``swap``."""
-        return -(-n // (self.tile_n * self.cluster_n)) * self.cluster_n
+    def down(self, vector: Vector) -> bool:
+        """Whether the kernel reduces over the rows of its tiles, and not over their columns."""
+        return (vector.kind == Kind.ROW) != self.swap
+
+    def partials(self, vector: Vector, m: int, n: int) -> int:
+        """Numbers from which each one of a vector is made: of a tile, or of a warpgroup's rows of it,
+        those of whole clusters."""
+        rows, cols = (n, m) if self.swap else (m, n)
+        if self.down(vector):
+            return -(-rows // (self.tile_m * self.cluster_m)) * self.cluster_m * self.sharing
+        return -(-cols // (self.tile_n * self.cluster_n)) * self.cluster_n
 
     def tile_k(self, spec: GemmSpec) -> int:
         """Elements along K of a stage."""
@@ -194,7 +209,8 @@ class GemmConfig:
     def piece_cols(self, spec: GemmSpec) -> int:
         """Columns of the product that a warpgroup stores at a time: many, if enough stages are left."""
         tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
-        most = 32 if tiles or len(spec.outputs) > 1 else 128  # more would spill
+        online = any(PARTIALS[one.name] > 1 for one in spec.reductions)
+        most = 32 if tiles or online or len(spec.outputs) > 1 else 128  # more would spill
         least = 16 * (1 + spec.gated)  # an stmatrix has 16 columns
         fitting = [c for c in (128, 64, 32, 16) if self.tile_n % c == 0 and least <= c <= most]
         outputs = range(len(spec.outputs))
@@ -235,17 +251,19 @@ class GemmConfig:
         return (self.tile_m + self.tile_n) * SWIZZLE_BYTES
 
     def store_bytes(self, spec: GemmSpec) -> int:
-        """Shared memory of what is on its way out, of row operands, and of sums that come in."""
+        """Shared memory of what is on its way out, of row operands and of what is reduced over rows,
+        and of sums that come in."""
         return self._store_bytes(spec, self.piece_cols(spec))
 
     def _store_bytes(self, spec: GemmSpec, cols: int) -> int:
         elements = self.groups * self._buffers(cols) * ATOM_M * cols
         found = (self.peers - 1) * self.tile_m * self.tile_n * 4 // self._shares(cols)
         for i, name in enumerate(spec.outputs):
-            found += spec.cols(i, elements) * dtypes.width(name) // 8
+            found += spec.cols(i, elements) * dtypes.width(name) // 8 * (1 + spec.symmetric)
         shared = Kind.COLUMN if self.swap else Kind.ROW
-        vectors = sum(one.kind == shared for one in operands(spec.epilogue))
-        return found + self.groups * vectors * 4 * self.tile_n
+        numbers = sum(one.kind == shared for one in operands(spec.epilogue))
+        numbers += sum(WARPS * PARTIALS[one.name] for one in spec.reductions if self.down(one))
+        return found + self.groups * numbers * 4 * self.tile_n
 
     def depth(self, spec: GemmSpec) -> int:
         """Stages: as asked for, or as many as fit."""
@@ -265,13 +283,16 @@ class GemmConfig:
         Raises:
             ValueError: too little shared memory, or an epilogue that the tile does not suit.
         """
-        if spec.reductions and (self.swap or self.split_k > 1):
-            raise ValueError(f"{self}: rows are reduced without swap and without split_k")
-        if self.split_mode == SplitK.PARALLEL:
-            spec.check_linear(str(self))
+        self._check_parts(spec)
         spec = self.product(spec)
         if (spec.gated or spec.doubled) and (self.tile_n % 32 or self.swap):
             raise ValueError(f"{self}: pairs need a tile_n that is a multiple of 32, and no swap")
+        side = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
+        if spec.symmetric and (self.swap or side[0] != side[1]):
+            raise ValueError(
+                f"{self}: half of a symmetric D is computed without swap, in square clusters; those "
+                f"have {side[0]} rows and {side[1]} columns"
+            )
         blocks = self.tile_n // 16  # of pairs, which the CTAs along M divide among them to load
         if spec.gated and blocks % self.cluster_m and self.cluster_m % blocks:
             raise ValueError(
@@ -283,23 +304,12 @@ class GemmConfig:
                 f"{self}: {self.depth(spec)} stages take {self.smem_bytes(spec)} bytes of shared "
                 f"memory: {SMEM_BYTES} are there, and at least 2 stages needed"
             )
-        if dtypes.width(spec.a) == 8:
-            if self.tile_n % (16 * PARTS) or self.atoms > 1:
-                raise ValueError(
-                    f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
-                    "64 rows for each warpgroup"
-                )
-            most = MOST_PROMOTED[self.groups]
-            if self.accumulators > most:
-                raise ValueError(
-                    f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
-                    f"{2 * most} fit its registers"
-                )
-        tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
-        if (tiles or spec.reductions) and self.accumulators > MOST_BUSY_SUMS:
+        self._check_promoted(spec)
+        most = self._most_busy(spec)
+        if most and self.accumulators > most:
             raise ValueError(
                 f"{self}: {self.accumulators} sums per thread; beside such an epilogue at most "
-                f"{MOST_BUSY_SUMS} fit its registers"
+                f"{most} fit its registers"
             )
         for rows, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             if rows % (MULTICAST_ROWS * sharers):
@@ -307,6 +317,44 @@ class GemmConfig:
                     f"{self}: {sharers} CTAs share the loads of {rows} rows: it must be a multiple of "
                     f"{MULTICAST_ROWS * sharers}"
                 )
+
+    def _check_parts(self, spec: GemmSpec) -> None:
+        if spec.reductions and self.split_k > 1:
+            raise ValueError(
+                f"{self}: rows and columns are reduced without split_k, whatever split_mode is"
+            )
+        if spec.symmetric and self.ranges > 1:
+            raise ValueError(
+                f"{self}: half of a symmetric D is computed without split_k, or with split_mode="
+                f"{SplitK.SERIAL}"
+            )
+        if self.split_mode == SplitK.PARALLEL:
+            spec.check_linear(str(self))
+
+    def _check_promoted(self, spec: GemmSpec) -> None:
+        if dtypes.width(spec.a) != 8:
+            return
+        if self.tile_n % (16 * PARTS) or self.atoms > 1:
+            raise ValueError(
+                f"{self}: 8-bit operands need a tile_n that is a multiple of {16 * PARTS}, and "
+                "64 rows for each warpgroup"
+            )
+        most = MOST_PROMOTED[self.groups]
+        if self.accumulators > most:
+            raise ValueError(
+                f"{self}: {self.accumulators} sums per thread, twice that are needed, and "
+                f"{2 * most} fit its registers"
+            )
+
+    def _most_busy(self, spec: GemmSpec) -> int:
+        """Sums of a thread that an epilogue leaves registers for; 0 if it takes none to speak of."""
+        tiles = [one for one in operands(spec.epilogue) if one.kind in (Kind.TILE, Kind.PAIRS)]
+        online = any(PARTIALS[one.name] > 1 for one in spec.reductions)
+        if online or (spec.reductions and self.swap):
+            return MOST_ONLINE_SUMS[self.atoms]
+        if tiles and spec.reductions:
+            return MOST_BUSIEST_SUMS
+        return MOST_BUSY_SUMS if tiles or spec.reductions else 0
 
 
 MOST_SLICES = 8

@@ -11,9 +11,11 @@ from quack_core.gemm.epilogue import (
     ActivationGrad,
     AddC,
     AddVector,
+    ColumnReduce,
     Gate,
     GateGrad,
     Kind,
+    Mirror,
     RowReduce,
     Scale,
     StoreAux,
@@ -106,6 +108,28 @@ def gemm_dact(
     return gemm(dout, weight, epilogue=[(op, preact)], out_dtype=out_dtype)
 
 
+def gemm_dact_bias(
+    dout: Tensor,
+    weight: Tensor,
+    preact: Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``gemm_dact``, and its sum over the rows: the gradient of a bias in front of the activation.
+
+    Args:
+        dout, weight, preact, activation, out_dtype: as of ``gemm_dact``.
+
+    Returns:
+        (M, N) or (L, M, N), and float32 (N,) or (L, N), of values before they are rounded.
+    """
+    op = ActivationGrad(activation, _name(preact), preact.dim() == 3)
+    steps: list[Step] = [(op, (preact,)), (ColumnReduce("sum"), ())]
+    dpre, dbias = _checked(dout, weight, steps, [out_dtype or default_dtype(dout)], False)
+    return dpre, dbias
+
+
 def gemm_dgated(
     dout: Tensor,
     weight: Tensor,
@@ -187,6 +211,33 @@ def gemm_norm_act(
 def gemm_add(a: Tensor, b: Tensor, c: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``a @ b + c``; operands as of ``gemm``."""
     return gemm(a, b, c=c, out=out)
+
+
+def gemm_symmetric(
+    a: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    c: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``alpha * (a @ a.T) + beta * c`` for a symmetric c: half of it is computed, and stored twice.
+
+    For more products that are symmetric, such as a @ b of matrices that are and commute, call ``gemm``
+    with ``epilogue=[Mirror()]``.
+
+    Args:
+        a: (M, K) or (L, M, K), as of ``gemm``.
+        c: (M, M) or (L, M, M), symmetric, which is not checked: which of its halves is read is not said.
+        alpha, beta, out, out_dtype: as of ``gemm``.
+
+    Returns:
+        (M, M) or (L, M, M), symmetric to the bit but for the blocks of 64 x 64 on the diagonal, whose
+        halves are computed one by one.
+    """
+    mirror = [Mirror()]
+    return gemm(a, a.mT, c=c, alpha=alpha, beta=beta, out=out, out_dtype=out_dtype, epilogue=mirror)
 
 
 def _biased(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Step]:

@@ -218,7 +218,8 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     spec = config.product(problem.spec)
     rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
     across, down = _clusters(problem, config)
-    clusters = across * down * problem.batches * config.ranges
+    clusters = across * (across + 1) // 2 if spec.symmetric else across * down
+    clusters *= problem.batches * config.ranges
     valid_m = min(1, rows / (across * config.tile_m * config.cluster_m))
     valid_n = min(1, cols / (down * config.tile_n * config.cluster_n))
     loaded = config.tile_m * valid_m / config.cluster_n + config.tile_n * valid_n / config.cluster_m
@@ -283,10 +284,10 @@ def _store(config: GemmConfig, spec: GemmSpec) -> float:
     """Of a tile: what comes behind its products."""
     sums = config.tile_m * config.tile_n
     if config.peers == 1:
-        return sums / STORE_RATE * len(spec.outputs)
+        return sums / STORE_RATE * (len(spec.outputs) + spec.symmetric)
     sent = sums * 4 * (config.peers - 1) / config.peers
     own = sums / config.shares(spec)
-    return sent / EXCHANGE_BYTES + own / STORE_RATE * len(spec.outputs)
+    return sent / EXCHANGE_BYTES + own / STORE_RATE * (len(spec.outputs) + spec.symmetric)
 
 
 def _traffic(problem: Problem) -> float:

@@ -27,10 +27,12 @@ OPERATORS = (
     "gemm_act",
     "gemm_add",
     "gemm_dact",
+    "gemm_dact_bias",
     "gemm_dgated",
     "gemm_gated",
     "gemm_norm_act",
     "gemm_rms",
+    "gemm_symmetric",
     "linear",
     "linear_act",
     "linear_gated",
@@ -105,7 +107,8 @@ def _kernels(op: Any, *args: Any, arch: Arch, **kwargs: Any) -> Kernels:
     with _Notes(arch, kwargs.get("out")) as notes, torch.set_grad_enabled(differentiable):
         result = op(*args, **kwargs)
         if differentiable and result.requires_grad:
-            result.backward(torch.empty_like(result))
+            for _ in range(1 + kwargs.get("accumulate", False)):  # the second time into the sum
+                result.backward(torch.empty_like(result), retain_graph=True)
     return tuple(notes.kernels)
 
 
@@ -113,10 +116,12 @@ gemm = functools.partial(_kernels, api.gemm)
 gemm_act = functools.partial(_kernels, fused.gemm_act)
 gemm_add = functools.partial(_kernels, fused.gemm_add)
 gemm_dact = functools.partial(_kernels, fused.gemm_dact)
+gemm_dact_bias = functools.partial(_kernels, fused.gemm_dact_bias)
 gemm_dgated = functools.partial(_kernels, fused.gemm_dgated)
 gemm_gated = functools.partial(_kernels, fused.gemm_gated)
 gemm_norm_act = functools.partial(_kernels, fused.gemm_norm_act)
 gemm_rms = functools.partial(_kernels, fused.gemm_rms)
+gemm_symmetric = functools.partial(_kernels, fused.gemm_symmetric)
 linear = functools.partial(_kernels, layers.linear)
 linear_act = functools.partial(_kernels, layers.linear_act)
 linear_gated = functools.partial(_kernels, layers.linear_gated)

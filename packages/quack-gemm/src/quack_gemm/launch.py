@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quack_core import arch, occupancy, torch_op, torch_workspace
-from quack_core.gemm.epilogue import Kind, Op
+from quack_core.gemm.epilogue import Kind, Op, Vector
 from quack_core.jit import cache
 from quack_core.jit.keys import Kernel
 
@@ -20,6 +20,7 @@ from .reference import Step
 from .spec import GemmSpec, Major, SumSpec
 
 MODULE, SUM_MODULE = f"{__package__}.sm90.kernel", f"{__package__}.part_sums"
+F32 = torch.float32
 
 Launch = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, ...] | None]
 
@@ -55,9 +56,11 @@ def forward(
         out if out is not None and i == 0 else empty(a, (*batch, m, spec.cols(i, n)), dtype)
         for i, dtype in enumerate(out_dtypes)
     ]
-    if 0 in (m, n, *batch):  # a sum of nothing is 0, but nothing has a largest element
-        nothing = a.new_zeros(*batch, m, max(n, 1), dtype=torch.float32)
-        return outputs + [reference.reduce(name, nothing) for name in spec.reductions]
+    if 0 in (m, n, *batch):
+        nothing = a.new_empty(*batch, m, n, dtype=torch.float32)
+        return outputs + [
+            reference.reduce(one.name, nothing, reference.dim(one)) for one in spec.reductions
+        ]
     if k == 0:  # nothing to multiply
         found = reference.forward(a, b, steps, out_dtypes, concat)
         for target, source in zip(outputs, found, strict=False):
@@ -72,7 +75,8 @@ def forward(
         raise
     if partials is None:
         return outputs
-    ways = ["sum" if name == "sum_squares" else name for name in spec.reductions]
+    summed = ("sum_squares", "select")
+    ways = ["sum" if one.name in summed else one.name for one in spec.reductions]
     return outputs + [reference.reduce(w, x) for w, x in zip(ways, partials, strict=True)]
 
 
@@ -226,8 +230,8 @@ def _prepare(
     with torch_workspace.relaxed_capture():
         kernel, *behind = [_kernel(one) for one in kernels(spec, chosen, target)]
     squeeze_a, squeeze_b = a.dim() == 3 and not spec.a_batched, b.dim() == 3 and not spec.b_batched
-    width = chosen.tiles_across(problem.n)
-    shape = (*((batches,) if spec.batched else ()), problem.m, width)
+    batch = (batches,) if spec.batched else ()
+    empties = [_empty_partials(problem, chosen, one, batch) for one in spec.reductions]
     allocate = _scratch(problem, chosen)
 
     def launch(
@@ -239,9 +243,7 @@ def _prepare(
             b = b[0]
         partials = None
         if spec.reductions:
-            partials = tuple(
-                torch.empty(shape, dtype=torch.float32, device=a.device) for _ in spec.reductions
-            )
+            partials = tuple([empty(a.device) for empty in empties])
         if chosen.split_mode == SplitK.SEPARATE:
             parts = allocate(a.device)
             kernel(a, b, (parts,), None, None, resident)
@@ -254,6 +256,17 @@ def _prepare(
         return partials
 
     return launch
+
+
+def _empty_partials(
+    problem: Problem, config: GemmConfig, vector: Vector, batch: tuple[int, ...]
+) -> Callable[[torch.device], Tensor]:
+    """What allocates (rows or columns of D, numbers for each), neighbours as the kernel writes them."""
+    length = problem.m if vector.kind == Kind.COLUMN else problem.n
+    count = config.partials(vector, problem.m, problem.n)
+    if config.down(vector):
+        return lambda device: torch.empty(*batch, count, length, device=device, dtype=F32).mT
+    return lambda device: torch.empty(*batch, length, count, device=device, dtype=F32)
 
 
 def kernels(spec: GemmSpec, config: GemmConfig, target: arch.Arch) -> tuple[Kernel, ...]:

@@ -7,54 +7,82 @@ from torch import Tensor, nn
 
 from quack_core.gemm.activations import derivative
 
-from . import check
+from . import check, weight_grad
 from .api import gemm
-from .fused import GATED, gemm_act, gemm_dact, gemm_dgated, gemm_gated
+from .fused import GATED, gemm_act, gemm_dact, gemm_dact_bias, gemm_dgated, gemm_gated
 from .launch import readable
+from .weight_grad import Owner
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate: bool = False
+) -> Tensor:
     """``x @ weight.T + bias``, as ``torch.nn.functional.linear``. Differentiable once.
 
     Args:
         x: (..., K), bfloat16 or float16.
         weight: (N, K), of the same dtype.
         bias: (N,).
+        accumulate: the backward adds the weight's gradient in float32, rounded once, to a float32
+            tensor: ``weight.grad`` of a float32 weight, such as under ``torch.autocast``, and
+            ``weight.main_grad`` of another one. Where that is missing or None, the first gradient
+            becomes it. Autograd itself then gives the weight none, so hooks of the weight do not run.
 
     Returns:
         (..., N). Operands whose rows do not begin at multiples of 16 bytes are copied.
     """
+    sums = weight_grad.owner("linear", weight, accumulate)
     x, weight = _autocast(x, weight)
     n = check.layer("linear", x, x.shape[-1], "weight", weight, bias)
-    found: Tensor = _Linear.apply(_rows(x), weight, bias)
+    found: Tensor = _Linear.apply(_rows(x), weight, bias, sums)
     return found.reshape(*x.shape[:-1], n)
 
 
-def linear_act(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """``f(x @ weight.T + bias)``; f one of ``ACTIVATIONS``. Differentiable once."""
+def linear_act(
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    bias: Tensor | None = None,
+    *,
+    accumulate: bool = False,
+) -> Tensor:
+    """``f(x @ weight.T + bias)``; f one of ``ACTIVATIONS``. Differentiable once.
+
+    Args:
+        x, weight, bias, accumulate: as of ``linear``.
+    """
+    sums = weight_grad.owner("linear_act", weight, accumulate)
     x, weight = _autocast(x, weight)
     n = check.layer("linear_act", x, x.shape[-1], "weight", weight, bias)
     found: Tensor = _LinearAct.apply(
-        _rows(x), weight, bias, activation, False, _recorded(x, weight, bias)
+        _rows(x), weight, bias, activation, False, _recorded(x, weight, bias), sums
     )
     return found.reshape(*x.shape[:-1], n)
 
 
 def linear_gated(
-    x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None, concat: bool = False
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    bias: Tensor | None = None,
+    concat: bool = False,
+    *,
+    accumulate: bool = False,
 ) -> Tensor:
     """``f(gate) * up`` of ``x @ weight.T + bias``; arguments as of ``gemm_gated``. Differentiable once.
 
     Args:
         weight: (2 N, K): gates are the even rows, or the first N with ``concat``.
+        accumulate: as of ``linear``.
 
     Returns:
         (..., N)
     """
+    sums = weight_grad.owner("linear_gated", weight, accumulate)
     x, weight = _autocast(x, weight)
     n = check.layer("linear_gated", x, x.shape[-1], "weight", weight, bias, gated=True)
     found: Tensor = _LinearAct.apply(
-        _rows(x), weight, bias, activation, concat, _recorded(x, weight, bias)
+        _rows(x), weight, bias, activation, concat, _recorded(x, weight, bias), sums
     )
     return found.reshape(*x.shape[:-1], n)
 
@@ -69,6 +97,7 @@ def mlp(
     *,
     recompute: bool = False,
     concat: bool = False,
+    accumulate: bool = False,
 ) -> Tensor:
     """``f(x @ weight1.T + bias1) @ weight2.T + bias2``. Differentiable once.
 
@@ -79,24 +108,44 @@ def mlp(
         activation: one of ``ACTIVATIONS`` or ``GATED``.
         recompute: the first layer is computed again in the backward: only x is kept.
         concat: as of ``gemm_gated``.
+        accumulate: as of ``linear``, for both weights.
 
     Returns:
         (..., N)
     """
+    sums = tuple(weight_grad.owner("mlp", one, accumulate) for one in (weight1, weight2))
     x, weight1, weight2 = _autocast(x, weight1, weight2)
     width = check.layer("mlp", x, x.shape[-1], "weight1", weight1, bias1, activation in GATED)
     n = check.layer("mlp", x, width, "weight2", weight2, bias2)
     kept = _recorded(x, weight1, weight2, bias1, bias2) and not recompute
-    args = (_rows(x), weight1, weight2, bias1, bias2, activation, concat, kept)
+    args = (_rows(x), weight1, weight2, bias1, bias2, activation, concat, kept, sums)
     found: Tensor = _MLP.apply(*args)
     return found.reshape(*x.shape[:-1], n)
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` whose forward is ``linear``."""
+    """``torch.nn.Linear`` whose forward is ``linear``.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of ``torch.nn.Linear``.
+        accumulate: as of ``linear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.accumulate = accumulate
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, accumulate=self.accumulate)
 
 
 class MLP(nn.Module):
@@ -106,7 +155,7 @@ class MLP(nn.Module):
         in_features, hidden_features, out_features: K, F and N of ``mlp``; N is K if None.
         activation: one of ``ACTIVATIONS`` or ``GATED``.
         bias: whether both layers have one.
-        recompute, concat: as of ``mlp``.
+        recompute, concat, accumulate: as of ``mlp``.
     """
 
     def __init__(
@@ -119,6 +168,7 @@ class MLP(nn.Module):
         *,
         recompute: bool = False,
         concat: bool = False,
+        accumulate: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -128,6 +178,7 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(in_features, width, **where)
         self.fc2 = nn.Linear(hidden_features, out_features or in_features, **where)
         self.activation, self.recompute, self.concat = activation, recompute, concat
+        self.accumulate = accumulate
 
     def forward(self, x: Tensor) -> Tensor:
         return mlp(
@@ -139,6 +190,7 @@ class MLP(nn.Module):
             self.fc2.bias,
             recompute=self.recompute,
             concat=self.concat,
+            accumulate=self.accumulate,
         )
 
     def extra_repr(self) -> str:
@@ -147,16 +199,19 @@ class MLP(nn.Module):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: Owner | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype, ctx.sums = None if bias is None else bias.dtype, sums
         return gemm(readable(x), readable(weight).mT, bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return _gradients(ctx.needs_input_grad[:3], dout, x, weight, ctx.bias_dtype)
+        needs = ctx.needs_input_grad[:3]
+        return *_gradients(needs, dout, x, weight, ctx.bias_dtype, ctx.sums), None
 
 
 class _LinearAct(torch.autograd.Function):
@@ -169,10 +224,11 @@ class _LinearAct(torch.autograd.Function):
         activation: str,
         concat: bool,
         kept: bool,
+        sums: Owner | None,
     ) -> Tensor:
         preact, out = _first(x, weight, bias, activation, concat, kept)
         ctx.save_for_backward(x, weight, preact)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype, ctx.sums = None if bias is None else bias.dtype, sums
         ctx.activation, ctx.concat = activation, concat
         return out
 
@@ -181,8 +237,9 @@ class _LinearAct(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, preact = ctx.saved_tensors
         dpre = _through(dout, preact, ctx.activation, ctx.concat)
-        found = _gradients(ctx.needs_input_grad[:3], dpre, x, weight, ctx.bias_dtype)
-        return (*found, None, None, None)
+        needs = ctx.needs_input_grad[:3]
+        found = _gradients(needs, dpre, x, weight, ctx.bias_dtype, ctx.sums)
+        return (*found, None, None, None, None)
 
 
 class _MLP(torch.autograd.Function):
@@ -197,12 +254,13 @@ class _MLP(torch.autograd.Function):
         activation: str,
         concat: bool,
         kept: bool,
+        sums: tuple[Owner | None, Owner | None],
     ) -> Tensor:
         preact, hidden = _first(x, weight1, bias1, activation, concat, kept)
         saved = (preact, hidden) if kept else (None, None)
         ctx.save_for_backward(x, weight1, weight2, bias1, *saved)
         ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (bias1, bias2))
-        ctx.activation, ctx.concat = activation, concat
+        ctx.activation, ctx.concat, ctx.sums = activation, concat, sums
         return gemm(readable(hidden), readable(weight2).mT, bias=bias2)
 
     @staticmethod
@@ -214,17 +272,17 @@ class _MLP(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dout = readable(dout)
         _, dweight2, dbias2 = _gradients(
-            (False, needs[2], needs[4]), dout, hidden, weight2, ctx.bias_dtypes[1]
+            (False, needs[2], needs[4]), dout, hidden, weight2, ctx.bias_dtypes[1], ctx.sums[1]
         )
         dx = dweight1 = dbias1 = None
         if needs[0] or needs[1] or needs[3]:
-            grad = gemm_dgated if ctx.activation in GATED else gemm_dact
-            extra = {"concat": ctx.concat} if ctx.activation in GATED else {}
-            dpre = grad(dout, readable(weight2), preact, ctx.activation, **extra)
-            dx, dweight1, dbias1 = _gradients(
-                (needs[0], needs[1], needs[3]), dpre, x, weight1, ctx.bias_dtypes[0]
+            dpre, dbias1 = _hidden_gradient(ctx, dout, readable(weight2), preact, needs[3])
+            left = needs[3] and dbias1 is None
+            dx, dweight1, summed = _gradients(
+                (needs[0], needs[1], left), dpre, x, weight1, ctx.bias_dtypes[0], ctx.sums[0]
             )
-        return dx, dweight1, dweight2, dbias1, dbias2, None, None, None
+            dbias1 = summed if dbias1 is None else dbias1.to(ctx.bias_dtypes[0])
+        return dx, dweight1, dweight2, dbias1, dbias2, None, None, None, None
 
 
 def _first(
@@ -240,6 +298,21 @@ def _first(
     if activation in GATED:
         return gemm_gated(a, b, activation, bias=bias, store_preact=wanted, concat=concat)
     return gemm_act(a, b, activation, bias=bias, store_preact=wanted)
+
+
+def _hidden_gradient(
+    ctx: Any, dout: Tensor, weight2: Tensor, preact: Tensor, biased: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of what went into an MLP's activation; and its sum over rows, where the same kernel has it.
+
+    Args:
+        biased: whether the sum is wanted.
+    """
+    if ctx.activation in GATED:
+        return gemm_dgated(dout, weight2, preact, ctx.activation, concat=ctx.concat), None
+    if biased:
+        return gemm_dact_bias(dout, weight2, preact, ctx.activation)
+    return gemm_dact(dout, weight2, preact, ctx.activation), None
 
 
 def _through(dout: Tensor, preact: Tensor, activation: str, concat: bool) -> Tensor:
@@ -262,12 +335,20 @@ def _gradients(
     x: Tensor,
     weight: Tensor,
     bias_dtype: torch.dtype | None,
+    sums: Owner | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, weight and bias of a linear layer."""
+    """Of x, weight and bias of a linear layer.
+
+    Args:
+        sums: to which the weight's is added, instead of being one of the results.
+    """
     dout = readable(dout)
     dx = gemm(dout, readable(weight)) if needs[0] else None
-    dweight = gemm(dout.mT, readable(x)) if needs[1] else None
-    dbias = None
+    dweight = dbias = None
+    if needs[1] and sums is not None:
+        sums.add(dout.mT, readable(x))
+    elif needs[1]:
+        dweight = gemm(dout.mT, readable(x))
     if needs[2] and bias_dtype is not None:
         dbias = dout.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx, dweight, dbias

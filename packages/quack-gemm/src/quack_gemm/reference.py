@@ -1,12 +1,13 @@
 """GEMM in plain torch: the definition, and what CPU tensors run."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quack_core.gemm.epilogue import Kind, Op
+from quack_core.gemm.epilogue import Kind, Op, Vector
 
 Step = tuple[Op, tuple[Any, ...]]
 """An op and its operands."""
@@ -21,7 +22,7 @@ def forward(
 ) -> list[Tensor]:
     """``epilogue(a @ b)`` in float32, each output rounded once; float64 operands stay float64.
 
-    Results of reductions come last: (M,) or (L, M), float32.
+    Results of reductions come last, in float32: (M,) or (N,), or with an L in front.
 
     Args:
         a: (M, K) or (L, M, K).
@@ -46,7 +47,7 @@ def forward(
         if op.aux:
             outputs.append(_separate(x) if turned else x)
         if op.reduces:
-            found = reduce(op.reduces, x)
+            found = reduce(op.reduces.name, x, dim(op.reduces), *given)
             reduced.append(found if kind == torch.float64 else found.float())
     outputs.insert(0, _separate(x) if turned else x)
     results: list[Tensor] = []
@@ -56,20 +57,36 @@ def forward(
     return results + reduced
 
 
-def reduce(name: str, x: Tensor) -> Tensor:
-    """Over the last dimension."""
+def dim(vector: Vector) -> int:
+    """Which dimension of D it reduces."""
+    return -1 if vector.kind == Kind.COLUMN else -2
+
+
+def reduce(name: str, x: Tensor, over: int = -1, index: Tensor | None = None) -> Tensor:
+    """Over a dimension; -inf is the largest of nothing.
+
+    Args:
+        index: of "select": places in that dimension, in which its own size is 1; 0 where there is none.
+    """
+    if name == "select" and index is not None and x.shape[over]:
+        size = x.shape[over]
+        at = index.long().clamp(0, size - 1).expand(*x.shape[: x.dim() - 2], *index.shape[-2:])
+        found = torch.where((index >= 0) & (index < size), x.gather(over, at), 0)
+        return found.squeeze(over)
+    if name in ("max", "lse") and x.shape[over] == 0:
+        return x.sum(over) - math.inf
     if name == "max":
-        return x.amax(-1)
+        return x.amax(over)
     if name == "lse":
-        return x.logsumexp(-1)
-    return (x.square() if name == "sum_squares" else x).sum(-1)
+        return x.logsumexp(over)
+    return (x.square() if name == "sum_squares" else x).sum(over)
 
 
 def _broadcast(operand: Any, what: Kind, kind: torch.dtype, turned: bool, concat: bool) -> Any:
     """An operand so that it broadcasts against D."""
     if what == Kind.SCALAR:
         return operand
-    value = operand.to(kind)
+    value = operand.to(kind) if operand.is_floating_point() else operand
     if what == Kind.ROW:
         value = value.unsqueeze(-2)
         return _interleaved(value) if turned else value

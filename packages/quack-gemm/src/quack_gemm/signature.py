@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 
 from quack_core.gemm import epilogue as epi
 from quack_core.gemm.epilogue import Kind
-from quack_core.jit.compile import symbolic, to_cute
+from quack_core.jit.compile import to_cute
 from quack_core.jit.dsl import make_fake_tensor, sym_int, sym_int64
 
 from .config import GemmConfig, SplitK
@@ -47,6 +47,13 @@ def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
             shape, stride = (batch, *shape), (sym_int64(), 1)
         return make_fake_tensor(element, shape, stride=stride, assumed_align=align)
 
+    def partials(one: epi.Vector) -> Any:
+        shape = (m if one.kind == Kind.COLUMN else n, sym_int())
+        stride = (1, sym_int64()) if config.down(one) else (sym_int64(), 1)
+        if spec.batched:
+            shape, stride = (batch, *shape), (sym_int64(), *stride)
+        return make_fake_tensor(Float32, shape, stride=stride, assumed_align=4)
+
     outputs = tuple(
         matrix(dtype, (m, n if ratio == (1, 1) else cols), spec.d_major, spec.batched)
         for dtype, ratio in zip(spec.outputs, spec.ratios, strict=True)
@@ -58,7 +65,7 @@ def arguments(spec: GemmSpec, config: GemmConfig) -> tuple:
         matrix(spec.b, (k, n), spec.b_major, spec.b_batched),
         outputs,
         tuple(operand(one) for one in epi.operands(spec.epilogue)) or None,
-        tuple(_partials(m, batch, spec) for _ in spec.reductions) or None,
+        tuple(partials(one) for one in spec.reductions) or None,
         Int32(0),
     )
 
@@ -75,8 +82,3 @@ def _parts(spec: GemmSpec) -> Any:
     inner = (outer, 1) if spec.d_major == "row" else (1, outer)
     shape = tuple(sym_int() for _ in range(3))
     return make_fake_tensor(Float32, shape, stride=(matrix, *inner), assumed_align=ALIGN)
-
-
-def _partials(m: Any, batch: Any, spec: GemmSpec) -> Any:
-    shape = (batch, m, sym_int()) if spec.batched else (m, sym_int())
-    return symbolic("float32", shape, align=4, contiguous=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from quack_core import dtypes
 from quack_core.gemm import epilogue as epi
-from quack_core.gemm.epilogue import AddC, Kind, Op, Scale
+from quack_core.gemm.epilogue import AddC, Kind, Op, Scale, Vector
 
 Major = Literal["row", "column"]
 """Which dimension of a matrix has stride 1: the second or the first, of the last two."""
@@ -46,6 +46,7 @@ class GemmSpec:
         if dtypes.width(self.a) == 8 and (self.a_major, self.b_major) != ("row", "column"):
             raise ValueError("8-bit operands: a must be row-major, b column-major")
         epi.halves(self.epilogue)
+        epi.mirrors(self.epilogue)
         if self.concat and not (self.gated or self.doubled):
             raise ValueError("concat needs an epilogue that takes or gives pairs")
         if self.gated and self.b_major != "column":
@@ -53,7 +54,7 @@ class GemmSpec:
         if (self.gated or self.doubled) and self.d_major != "row":
             raise ValueError("an epilogue with pairs: D must be row-major")
         if self.reductions and (self.gated or self.doubled):
-            raise ValueError("an epilogue with pairs reduces no rows")
+            raise ValueError("an epilogue with pairs reduces nothing")
         behind = False
         for op in self.epilogue:
             kinds = [operand.kind for operand in op.operands]
@@ -79,6 +80,11 @@ class GemmSpec:
     def gated(self) -> bool:
         """Whether D has half as many columns as B."""
         return epi.halves(self.epilogue)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether D is stored twice, also with rows and columns exchanged, and half of it computed."""
+        return epi.mirrors(self.epilogue)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -111,8 +117,8 @@ class GemmSpec:
         return tuple(ratio == (2, 1) or (self.gated and ratio == (1, 1)) for ratio in self.ratios)
 
     @property
-    def reductions(self) -> tuple[str, ...]:
-        """What is reduced over the columns of D."""
+    def reductions(self) -> tuple[Vector, ...]:
+        """What ops reduce, in order."""
         return tuple(op.reduces for op in self.epilogue if op.reduces)
 
     @property
@@ -122,6 +128,8 @@ class GemmSpec:
         for i, paired in enumerate(self.paired):
             forms = ("gates", "ups") if self.concat else ("pairs",)
             found += [(i, form) for form in (forms if paired else ("plain",))]
+        if self.symmetric:
+            found.append((0, "mirror"))
         return tuple(found)
 
     @functools.cached_property

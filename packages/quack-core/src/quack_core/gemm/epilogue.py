@@ -19,79 +19,51 @@ neither torch nor cutlass.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from quack_core.errors import DTypeError
 
+from .op import (
+    PARTIALS,
+    REDUCTIONS,
+    Keep,
+    Kind,
+    Op,
+    Operand,
+    Vector,
+    doubles,
+    halves,
+    mirrors,
+    operands,
+)
 
-class Kind(StrEnum):
-    """What an operand of an op is, for D of shape (M, N) or (L, M, N)."""
-
-    SCALAR = "scalar"
-    """A Python number."""
-    DEVICE_SCALAR = "device_scalar"
-    """A float32 tensor of one element, read when the kernel runs."""
-    ROW = "row"
-    """(N,) or (L, N): the same for all rows of D."""
-    COLUMN = "column"
-    """(M,) or (L, M): the same for all columns."""
-    TILE = "tile"
-    """(M, N) or (L, M, N)."""
-    PAIRS = "pairs"
-    """(M, 2 N) or (L, M, 2 N): two values, of gate and up, for each element of D's."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An operand of an op.
-
-    Args:
-        name: for messages.
-        kind: what it is.
-        dtype: torch's name; of scalars "float32".
-        batched: there is one for each matrix of a batch.
-    """
-
-    name: str
-    kind: Kind
-    dtype: str = "float32"
-    batched: bool = False
-
-
-class Op:
-    """One step of an epilogue.
-
-    Args:
-        operands: what it reads beside the value itself, in the order of ``apply``'s arguments.
-        pairs: ``apply`` takes two values, of gate and up, and gives one: D has half as many columns.
-        splits: ``apply`` gives two values, of gate and up: D has twice as many columns.
-        aux: dtype of a copy of the value that is stored as well, as it is here; None for none.
-        reduces: name of a reduction over the columns of D of the value, as it is here; None for none.
-    """
-
-    pairs: ClassVar[bool] = False
-    splits: ClassVar[bool] = False
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return ()
-
-    @property
-    def aux(self) -> str | None:
-        return None
-
-    @property
-    def reduces(self) -> str | None:
-        return None
-
-    def apply(self, x: Any, *operands: Any) -> Any:
-        """In a kernel, on float32 numbers."""
-        raise NotImplementedError
-
-    def reference(self, x: Any, *operands: Any) -> Any:
-        """On torch tensors that broadcast against each other, in the dtype of ``x``."""
-        raise NotImplementedError
+__all__ = [
+    "ACTIVATIONS",
+    "PARTIALS",
+    "REDUCTIONS",
+    "Activation",
+    "ActivationGrad",
+    "AddC",
+    "AddVector",
+    "ColumnReduce",
+    "Gate",
+    "GateGrad",
+    "Keep",
+    "Kind",
+    "Mirror",
+    "Op",
+    "Operand",
+    "RowReduce",
+    "Scale",
+    "SelectColumn",
+    "SelectRow",
+    "StoreAux",
+    "Vector",
+    "doubles",
+    "halves",
+    "mirrors",
+    "operands",
+]
 
 
 @dataclass(frozen=True)
@@ -292,7 +264,7 @@ class GateGrad(Op):
 
 
 @dataclass(frozen=True)
-class StoreAux(Op):
+class StoreAux(Keep):
     """x, which is also stored: such as what goes into an activation, for the backward.
 
     Args:
@@ -305,16 +277,10 @@ class StoreAux(Op):
     def aux(self) -> str | None:
         return self.dtype
 
-    def apply(self, x: Any, *operands: Any) -> Any:
-        return x
-
-    def reference(self, x: Any, *operands: Any) -> Any:
-        return x
-
 
 @dataclass(frozen=True)
-class RowReduce(Op):
-    """x, which is also reduced over each row of D, to float32.
+class RowReduce(Keep):
+    """x, which is also reduced over each row of D, to float32: (M,) or (L, M).
 
     Args:
         name: one of ``REDUCTIONS``.
@@ -323,22 +289,91 @@ class RowReduce(Op):
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in REDUCTIONS:
-            raise ValueError(f"name={self.name!r}: must be one of {', '.join(REDUCTIONS)}")
+        _check_reduction(self.name)
 
     @property
-    def reduces(self) -> str | None:
-        return self.name
+    def reduces(self) -> Vector | None:
+        return Vector(self.name, Kind.COLUMN)
 
-    def apply(self, x: Any, *operands: Any) -> Any:
-        return x
+
+@dataclass(frozen=True)
+class ColumnReduce(Keep):
+    """x, which is also reduced over each column of D, to float32: (N,) or (L, N).
+
+    Args:
+        name: one of ``REDUCTIONS``.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        _check_reduction(self.name)
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector(self.name, Kind.ROW)
+
+
+@dataclass(frozen=True)
+class SelectColumn(Keep):
+    """x, of which one value of each row is given as well, that of a column: float32 (M,) or (L, M).
+
+    So a row's target logit is found beside its ``RowReduce("lse")``. Where the index is no column, such
+    as -100, the value is 0.
+
+    Args:
+        dtype: of the index, a number for each row: "int64" or "int32".
+    """
+
+    dtype: str = "int64"
+    batched: bool = False
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("index", Kind.COLUMN, self.dtype, self.batched),)
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector("select", Kind.COLUMN)
+
+
+@dataclass(frozen=True)
+class SelectRow(Keep):
+    """x, of which one value of each column is given as well, that of a row: float32 (N,) or (L, N).
+
+    Args:
+        dtype: of the index, a number for each column; the rest as of ``SelectColumn``.
+    """
+
+    dtype: str = "int64"
+    batched: bool = False
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("index", Kind.ROW, self.dtype, self.batched),)
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector("select", Kind.ROW)
+
+
+@dataclass(frozen=True)
+class Mirror(Keep):
+    """x on and below the diagonal, and above it the x on the other side of it.
+
+    For a product that is symmetric, such as of a matrix and its transpose: half of it is not computed.
+    What is added to it is symmetric as well.
+    """
+
+    mirrors: ClassVar[bool] = True
 
     def reference(self, x: Any, *operands: Any) -> Any:
-        return x
+        import torch
+
+        lower = torch.ones_like(x, dtype=torch.bool).tril()
+        return torch.where(lower, x, x.mT)
 
 
-REDUCTIONS = ("sum", "sum_squares", "max", "lse")
-"""Over the columns of a row; "lse" is the logarithm of the sum of exponentials."""
 ACTIVATIONS = (
     "identity",
     "relu",
@@ -353,28 +388,11 @@ ACTIVATIONS = (
 """Names of activation functions."""
 
 
+def _check_reduction(name: str) -> None:
+    if name not in REDUCTIONS:
+        raise ValueError(f"name={name!r}: must be one of {', '.join(REDUCTIONS)}")
+
+
 def _check_activation(name: str) -> None:
     if name not in ACTIVATIONS:
         raise DTypeError(f"activation {name!r} must be one of {', '.join(ACTIVATIONS)}")
-
-
-def halves(epilogue: tuple[Op, ...]) -> bool:
-    """Whether D has half as many columns as the product.
-
-    Raises:
-        ValueError: more than one op takes pairs.
-    """
-    pairs = sum(op.pairs or op.splits for op in epilogue)
-    if pairs > 1:
-        raise ValueError(f"{pairs} ops of an epilogue take or give pairs: one can")
-    return any(op.pairs for op in epilogue)
-
-
-def doubles(epilogue: tuple[Op, ...]) -> bool:
-    """Whether D has twice as many columns as the product."""
-    return any(op.splits for op in epilogue)
-
-
-def operands(epilogue: tuple[Op, ...]) -> tuple[Operand, ...]:
-    """Operands of all ops, in order."""
-    return tuple(operand for op in epilogue for operand in op.operands)

@@ -2,6 +2,11 @@
 
 Tiles are counted in clusters. They run down ``group`` rows of clusters, then to the next column;
 behind the last column comes the next group of rows; then the next matrix of a batch.
+
+Of a symmetric D only the clusters on and below the diagonal are worked on. That triangle is folded into
+a rectangle, where row 0 lies beside the last row, row 1 beside the one before that, and so on: both
+together are as long as any other two. (If the rows are odd in number, the longest one lies alone.) The
+rectangle is walked over as any other, so neighbours in time are still neighbours in D.
 """
 
 from typing import NamedTuple
@@ -56,3 +61,42 @@ def locate(order: Order, work: Int32, group: cutlass.Constexpr[int]) -> tuple[In
         if first + group > order.rows:
             col, row = divmod(inside, order.last)
     return first + row, col, matrix
+
+
+class Lower(NamedTuple):
+    """The order of the clusters on and below the diagonal of square matrices.
+
+    Args:
+        folded: of the rectangle.
+        size: clusters along M and along N.
+    """
+
+    folded: Order
+    size: Int32
+
+    @property
+    def total(self) -> Int32:
+        """Clusters in all."""
+        return self.folded.total
+
+
+def make_lower(size: Int32, batches: Int32, group: int) -> Lower:
+    """The order of so many clusters along both sides of each of ``batches`` matrices.
+
+    Args:
+        group: as of ``make``, rows of the rectangle.
+    """
+    return Lower(make((size + 1) // 2, size + 1 - size % 2, batches, group), size)
+
+
+@cute.jit
+def locate_lower(
+    order: Lower, work: Int32, group: cutlass.Constexpr[int]
+) -> tuple[Int32, Int32, Int32]:
+    """Row, column and matrix of a cluster, from its number."""
+    folded, place, matrix = locate(order.folded, work, group)
+    short = folded - order.size % 2  # the row that comes first, of ``short + 1`` clusters
+    row, col = short, place
+    if place > short:
+        row, col = order.size - 1 - folded, place - short - 1
+    return row, col, matrix

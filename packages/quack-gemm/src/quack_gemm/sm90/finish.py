@@ -5,45 +5,23 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from quack_core.device import barrier
 from quack_core.gemm import epilogue as epi
 from quack_core.gemm import visit
 from quack_core.gemm.epilogue import Kind
-from quack_core.gemm.sm90 import fragment, rows, store
-from quack_core.reduction.tiling import WARP
+from quack_core.gemm.sm90 import fragment, store
 
 from ..config import ATOM_M, WARPGROUP, GemmConfig
 from ..spec import GemmSpec
 from . import views
+from .places import Part, Place, Sizes, Worker
+from .vectors import TileVectors
 
 SWAPPED = {Kind.ROW: Kind.COLUMN, Kind.COLUMN: Kind.ROW}
 STORE = 1
 """First of the named barriers at which warpgroups write a part of D."""
-
-
-class Place(NamedTuple):
-    """A tile of D: row and column, in tiles, and the matrix of the batch."""
-
-    row: Int32
-    col: Int32
-    matrix: Int32
-
-
-class Sizes(NamedTuple):
-    """Rows and columns of the product, and steps along K."""
-
-    rows: Int32
-    cols: Int32
-    steps: Int32
-
-
-class Worker(NamedTuple):
-    """A warpgroup of those that multiply, and a thread of it."""
-
-    group: Int32
-    thread: Int32
 
 
 class Ends(NamedTuple):
@@ -51,15 +29,18 @@ class Ends(NamedTuple):
 
     Args:
         operands: of its ops, in order.
-        shared_rows: float32 (columns of a tile, row operands, warpgroups), or None.
+        shared_rows: of 32 bits (columns of a tile, row operands, warpgroups), or None.
         sinks: what is stored, as ``GemmSpec.sinks`` lists it.
-        reduced: of rows: (M, tiles) or (L, M, tiles), or None.
+        reduced: what rows and columns are reduced to, as ``GemmSpec.reductions`` lists it, of each
+            tile: (M or N, tiles) or (L, M or N, tiles); or None.
+        shared_columns: of ``TileVectors.allocate``.
     """
 
     operands: Any
     shared_rows: Any
     sinks: list[store.Sink]
     reduced: Any
+    shared_columns: list
 
 
 class TileEpilogue:
@@ -70,6 +51,7 @@ class TileEpilogue:
         self.cols, self.buffers = config.piece_cols(spec), config.buffers(spec)
         self.pieces = config.pieces(spec) // config.shares(spec)
         self.operands = epi.operands(spec.epilogue)
+        self.vectors = TileVectors(spec, config)
 
     def kind(self, operand: epi.Operand) -> Kind:
         """What it is for the product that the kernel computes."""
@@ -146,19 +128,23 @@ class TileEpilogue:
             share: which one; only with split-K.
         """
         self._share_rows(ends, held, who)
-        config, names = self.config, const_expr(self.spec.reductions)
+        config = self.config
         per_piece = const_expr(fragment.sums_of(self.cols))
         per_atom = const_expr(config.tile_n // self.cols)
-        so_far = [rows.neutral(name) for name in names]
+        so_far = self.vectors.nothing()
         for p in cutlass.range_constexpr(self.pieces):
             atom, inside = const_expr(p // per_atom), p % per_atom
             if const_expr(config.peers > 1):
                 inside = share * self.pieces + p
-            first = (
+            part = Part(
                 self.first_row(tile, atom, who),
                 tile.col * config.tile_n + inside * self.cols + fragment.first_col(who.thread),
+                atom,
+                inside,
             )
-            given = self._given(ends, held, first, atom, inside, tile, who)
+            if const_expr(p % per_atom == 0):
+                so_far = self.vectors.nothing()
+            given = self._given(ends, held, part, tile, who)
             above = (
                 Int32(atom) if const_expr(config.pingpong) else atom * config.sharing + who.group
             )
@@ -172,32 +158,22 @@ class TileEpilogue:
                 number = turn * self.pieces + p
             buffer = who.group * self.buffers + number % self.buffers
             pending = const_expr(self.buffers * len(ends.sinks) - 1)
-            for which, values in visit.outputs(
-                self.spec.epilogue,
-                [sums[p * per_piece + i] for i in range(per_piece)],
-                functools.partial(_value, given),
-            ):
+            mine = [sums[p * per_piece + i] for i in range(per_piece)]
+            operand = functools.partial(_value, given)
+            for which, values in visit.outputs(self.spec.epilogue, mine, operand):
                 if const_expr(which < 0):
-                    i = const_expr(-which - 1)
-                    before = so_far[i] if p % per_atom else rows.neutral(names[i])
-                    so_far[i] = rows.add(names[i], before, values, first[1], sizes.cols)
+                    so_far = self.vectors.add(
+                        -which - 1, so_far, values, part, sizes, operand, ends.shared_columns, who
+                    )
                 for sink in self._sinks(ends, which):
-                    store.store_piece(
-                        sink, values, buffer, place, pending, STORE + who.group, who.thread
-                    )
+                    wanted = self._wanted(sink.form, place)
+                    turn_of = (buffer, place, pending, STORE + who.group, who.thread)
+                    store.store_piece(sink, values, *turn_of, wanted)
             if const_expr(p % per_atom == per_atom - 1):
-                for i in cutlass.range_constexpr(len(names)):
-                    target, lane = ends.reduced[i], who.thread % WARP
-                    rows.store(
-                        names[i],
-                        so_far[i],
-                        target,
-                        first[0],
-                        sizes.rows,
-                        tile.col,
-                        tile.matrix,
-                        lane,
-                    )
+                self.vectors.store_rows(so_far, ends.reduced, part, tile, sizes, who)
+        self.vectors.store_columns(
+            ends.shared_columns, ends.reduced, tile, sizes, STORE + who.group, who
+        )
 
     @cute.jit
     def _share_rows(self, ends: Ends, held, who: Worker):
@@ -207,7 +183,7 @@ class TileEpilogue:
             number = 0
             for i in cutlass.range_constexpr(len(self.operands)):
                 if const_expr(self.kind(self.operands[i]) == Kind.ROW):
-                    target = ends.shared_rows[None, number, who.group]
+                    target = _row(ends.shared_rows, number, who, held[i].element_type)
                     fragment.share_row(held[i], target, who.thread)
                     number += 1
             barrier.sync_numbered(STORE + who.group, WARPGROUP)
@@ -216,18 +192,26 @@ class TileEpilogue:
         """What is stored of output number ``which``."""
         return [ends.sinks[i] for i, (output, _) in enumerate(self.spec.sinks) if output == which]
 
-    def _given(self, ends: Ends, held, first, atom, inside, tile: Place, who: Worker) -> list:
+    def _wanted(self, form: store.Form, place: tuple) -> Boolean | bool:
+        """Whether a part is stored: of a symmetric D those on and below the diagonal of blocks of 64
+        rows and columns, and those below it once more."""
+        if not self.spec.symmetric:
+            return True
+        row, col = place[0], place[1] * self.cols // ATOM_M
+        return col < row if form == store.Form.MIRROR else col <= row
+
+    def _given(self, ends: Ends, held, part: Part, tile: Place, who: Worker) -> list:
         """Each operand's values for a part, as ``_value`` takes them."""
-        given, number = [], 0
+        given, number, first = [], 0, (part.row, part.col)
         for i, operand in enumerate(self.operands):
             kind, values = self.kind(operand), held[i]
             if kind == Kind.ROW:
-                start = inside * self.cols + fragment.first_col(who.thread)
-                shared = ends.shared_rows[None, number, who.group]
+                start = part.inside * self.cols + fragment.first_col(who.thread)
+                shared = _row(ends.shared_rows, number, who, held[i].element_type)
                 values = fragment.read_row(shared, start, self.cols)
                 number += 1
             elif kind == Kind.COLUMN:
-                values = held[i][atom]
+                values = held[i][part.atom]
             elif kind == Kind.TILE:
                 found = fragment.read_tile(ends.operands[i], first, tile.matrix, self.cols)
                 values = found.load().to(Float32)
@@ -238,6 +222,13 @@ class TileEpilogue:
                 values = [half.load().to(Float32) for half in both]
             given.append((kind, values))
         return given
+
+
+def _row(
+    shared: cute.Tensor, number: int, who: Worker, dtype: type[cutlass.Numeric]
+) -> cute.Tensor:
+    """A warpgroup's row operand in shared memory."""
+    return cute.recast_tensor(shared[None, number, who.group], dtype)
 
 
 def _value(given: list[tuple], which: int, i: int) -> Float32:

@@ -21,7 +21,8 @@ from ..config import ATOM_M, PARTS, WARPGROUP, GemmConfig, SplitK
 from ..signature import arguments
 from ..spec import GemmSpec
 from . import views
-from .finish import Ends, Place, Sizes, TileEpilogue, Worker
+from .finish import Ends, TileEpilogue
+from .places import Sizes, Walk, Worker
 
 TURN = 4
 """First of the named barriers that say which of two warpgroups may multiply."""
@@ -31,22 +32,19 @@ class GemmSm90:
     """Clusters walk over tiles of D; a tile's product is summed in registers.
 
     Threads: a warpgroup, one warp of which loads; then those that multiply and store.
-    Shared memory: stages of A and B; parts of D on their way out; row operands of the epilogue; with
-    split-K, sums of the other CTAs.
+    Shared memory: stages of A and B; parts of D on their way out; row operands of the epilogue; what
+    warps reduce of columns; with split-K, sums of the other CTAs.
     Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
-    warpgroup around each part that it stores; with ping-pong, one that says whose turn it is; with
-    split-K, two mbarriers per warpgroup for sums that are exchanged.
+    warpgroup around each part that it stores, and around what it reduces of columns; with ping-pong,
+    one that says whose turn it is; with split-K, two mbarriers per warpgroup for sums that are exchanged.
     Traffic: A once for each column of clusters, B once for each row of them; less what L2 keeps.
-
-    With parts of K that are tiles of their own, each of D's matrices is one of ``ranges`` in the order
-    of tiles: either D has a matrix for each, or what they store is added to it.
     """
 
     def __init__(self, spec: GemmSpec, config: GemmConfig):
         config.check(spec)
         self.spec, self.config = spec, config
         self.stages, self.tile_k = config.depth(spec), config.tile_k(spec)
-        self.epilogue = TileEpilogue(spec, config)
+        self.epilogue, self.walk = TileEpilogue(spec, config), Walk(spec, config)
         self.shape = (config.cluster_m, config.cluster_n)
         self.promoted = dtypes.width(spec.a) == 8
         self.shares = config.shares(spec)
@@ -59,7 +57,7 @@ class GemmSm90:
         b: cute.Tensor,  # (K, N) or (L, K, N)
         outputs: tuple,  # D, then copies: (M, N) or (L, M, N); of parts (L * parts, M, N), padded
         operands: tuple | None,  # of the epilogue's ops, in order
-        reduced: tuple | None,  # of rows: (M, tiles) or (L, M, tiles), float32
+        reduced: tuple | None,  # (M or N, tiles) or (L, M or N, tiles), float32
         max_clusters: Int32,  # that the GPU holds at once
         stream: cuda.CUstream,
     ):
@@ -86,14 +84,10 @@ class GemmSm90:
             store.smem_layout(self.out_dtypes[i], self.majors[i], self._piece(i)[1], buffers)
             for i in range(len(outs))
         ]
-        adds = const_expr(config.split_mode == SplitK.PARALLEL)
-        atom = tma.add_atom if adds else tma.store_atom
+        atom = tma.add_atom if config.split_mode == SplitK.PARALLEL else tma.store_atom
         stores = [atom(outs[i], d_smem[i], self._piece(i)) for i in range(len(outs))]
 
-        down = cute.ceil_div(mA.shape[0], config.tile_m * config.cluster_m)
-        across = cute.ceil_div(n, config.tile_n * config.cluster_n)
-        products = rows_cols[2] * (config.ranges if adds else 1)
-        tile_order = order.make(down, across, products, config.group)
+        tile_order = self.walk.make_order(mA.shape[0], n, rows_cols[2])
         clusters = cutlass.min(tile_order.total, max_clusters)
         self.kernel(
             mma,
@@ -133,6 +127,8 @@ class GemmSm90:
         """The columns of an output that a sink stores."""
         if form in (Form.GATES, Form.UPS):
             return views.half(out, int(form == Form.UPS))
+        if form == Form.MIRROR:
+            return views.transposed(out)
         return out
 
     def _mma(
@@ -160,7 +156,7 @@ class GemmSm90:
         stores,
         operands,
         sizes: Sizes,
-        tile_order: order.Order,
+        tile_order: order.Order | order.Lower,
         reduced,
     ):
         # --- coordinates
@@ -179,6 +175,7 @@ class GemmSm90:
         sB = self._stages(smem, self.b_dtype, load_b[2])
         sinks = [self._stages(smem, dtype, stores[i][2]) for i, dtype in enumerate(self.out_dtypes)]
         shared_rows, inbox = self._rows(smem), None
+        shared_columns = self.epilogue.vectors.allocate(smem)
         if const_expr(config.peers > 1):
             sizes_of_inbox = (config.accumulators, config.peers, self.shares, config.groups)
             inbox = split.allocate(smem, *sizes_of_inbox)
@@ -212,7 +209,7 @@ class GemmSm90:
                 )
                 for i in range(len(sinks))
             ]
-            ends = Ends(operands, shared_rows, outs, reduced)
+            ends = Ends(operands, shared_rows, outs, reduced, shared_columns)
             who = Worker(group - 1, tid % WARPGROUP)
             walk = (sizes, tile_order, inbox, at, work, clusters)
             self._compute(mma, sA, sB, ends, barriers, *walk, who)
@@ -252,20 +249,6 @@ class GemmSm90:
         cluster = cute.make_layout((*self.shape, self.config.peers))
         return tma.bind_shared(load[0], load[1], shared, tile, cluster, tuple(at), mode)
 
-    @cute.jit
-    def _locate(self, tile_order, work: Int32, at: Cluster, sizes: Sizes):
-        """This CTA's tile; first step along K, and how many."""
-        config, first, count = self.config, Int32(0), sizes.steps
-        if const_expr(config.peers > 1):
-            first, count = split.part(at.part, config.peers, sizes.steps)
-        row, col, matrix = order.locate(tile_order, work, config.group)
-        if const_expr(config.ranges > 1):
-            first, count = split.part(matrix % config.ranges, config.ranges, sizes.steps)
-        if const_expr(config.split_mode == SplitK.PARALLEL):
-            matrix = matrix // config.ranges
-        row, col = row * self.shape[0] + at.row, col * self.shape[1] + at.col
-        return Place(row, col, matrix), first, count
-
     def _part(self, thr_mma) -> tuple:
         """Shape of a thread's sums of a part of the columns."""
         config = self.config
@@ -281,11 +264,11 @@ class GemmSm90:
         num_bytes = const_expr(self.config.stage_bytes(self.spec))
         phase, ahead = barrier.empty_phase(), Int32(0)
         if const_expr(self.config.prefetch):
-            ahead = self._fill_ahead(a, b, barriers, self._locate(tile_order, work, at, sizes))
+            ahead = self._fill_ahead(a, b, barriers, self.walk.locate(tile_order, work, at, sizes))
             phase = ring.skip(phase, ahead, self.stages)
         while work < tile_order.total:
-            tile, first, count = self._locate(tile_order, work, at, sizes)
-            of_a, of_b = self._matrices_of(tile.matrix)
+            tile, first, count = self.walk.locate(tile_order, work, at, sizes)
+            of_a, of_b = self.walk.operands_of(tile.matrix)
             for k in cutlass.range(first + ahead, first + count, unroll=1):
                 at_a, at_b = (tile.row, k, of_a), (tile.col, k, of_b)
                 ring.fill(barriers, phase, a, b, at_a, at_b, num_bytes)
@@ -295,18 +278,10 @@ class GemmSm90:
         if const_expr(self.config.cluster > 1):
             ring.drain(barriers, phase, self.stages)
 
-    def _matrices_of(self, matrix: Int32) -> tuple[Int32, Int32]:
-        """Which matrix of each operand belongs to one of D's."""
-        if self.config.split_mode == SplitK.SEPARATE:
-            matrix = matrix // self.config.ranges
-        batched = (self.spec.a_batched, self.spec.b_batched)
-        first, second = reversed(batched) if self.config.swap else batched
-        return matrix if first else Int32(0), matrix if second else Int32(0)
-
     def _fill_ahead(self, a, b, barriers, located) -> Int32:
         """Begin with B while the kernel before this one ends; how many stages that is."""
         tile, first, count = located
-        of_a, of_b = self._matrices_of(tile.matrix)
+        of_a, of_b = self.walk.operands_of(tile.matrix)
         both = ((a, (tile.row, of_a)), (b, (tile.col, of_b)))
         (late, at_late), (early, at_early) = reversed(both) if self.config.swap else both
         ahead = cutlass.min(count, self.stages)
@@ -358,7 +333,7 @@ class GemmSm90:
             work += who.group * step
             step = step * 2
         while work < total:
-            tile, _, count = self._locate(tile_order, work, at, sizes)
+            tile, _, count = self.walk.locate(tile_order, work, at, sizes)
             held = self.epilogue.fetch(ends.operands, tile, sizes, who)
             sums.fill(Float32(0.0))
             if const_expr(config.pingpong):

@@ -44,8 +44,19 @@ def place(i: int) -> tuple[int, int]:
     return i // PAIR % ROWS, i // (PAIR * ROWS) * PAIR + i % PAIR
 
 
+def offset(i: int) -> tuple[int, int]:
+    """Rows and columns from a thread's first sum to its sum number i."""
+    row, col = place(i)
+    return row * ROW_STEP, col // PAIR * BLOCK + col % PAIR
+
+
+def number_type(tensor: cute.Tensor) -> type[cutlass.Numeric]:
+    """What elements of a vector are computed with as: integers stay integers."""
+    return Int32 if issubclass(tensor.element_type, cutlass.Integer) else Float32
+
+
 @cute.jit
-def read_column(tensor: cute.Tensor, row: Int32, rows: Int32, batch: Int32) -> list[Float32]:
+def read_column(tensor: cute.Tensor, row: Int32, rows: Int32, batch: Int32) -> list:
     """The thread's two values of a column operand.
 
     Args:
@@ -56,7 +67,7 @@ def read_column(tensor: cute.Tensor, row: Int32, rows: Int32, batch: Int32) -> l
     found = []
     for i in cutlass.range_constexpr(ROWS):
         at = cutlass.min(row + i * ROW_STEP, rows - 1)
-        found.append(Float32(_element(tensor, at, batch)))
+        found.append(_element(tensor, at, batch))
     return found
 
 
@@ -70,7 +81,7 @@ def fetch_row(
     count: cutlass.Constexpr[int],
     natural: cutlass.Constexpr[Callable[[Int32], Int32]],
 ) -> cute.Tensor:
-    """The thread's share of a tile's part of a row operand, in float32, on its way to ``share_row``.
+    """The thread's share of a tile's part of a row operand, on its way to ``share_row``.
 
     Args:
         tensor: (N,) or (L, N).
@@ -79,16 +90,16 @@ def fetch_row(
         count: columns of the tile.
         natural: which element belongs to a column.
     """
-    held = cute.make_rmem_tensor(-(-count // WARPGROUP), Float32)
+    held = cute.make_rmem_tensor(-(-count // WARPGROUP), number_type(tensor))
     for i in cutlass.range_constexpr(cute.size(held)):
         at = natural(cutlass.min(col + thread + i * WARPGROUP, cols - 1))
-        held[i] = Float32(_element(tensor, at, batch))
+        held[i] = _element(tensor, at, batch)
     return held
 
 
 @cute.jit
 def share_row(held: cute.Tensor, shared: cute.Tensor, thread: Int32) -> None:
-    """Write it into shared memory: float32 (columns of the tile,)."""
+    """Write it into shared memory: (columns of the tile,), of the same dtype."""
     for i in cutlass.range_constexpr(cute.size(held)):
         at = thread + i * WARPGROUP
         if at < cute.size(shared):
@@ -102,7 +113,7 @@ def read_row(shared: cute.Tensor, col: Int32, cols: cutlass.Constexpr[int]) -> c
     Args:
         col: of the thread's first sum, in the tile.
     """
-    found = cute.make_rmem_tensor((PAIR, cols // BLOCK), Float32)
+    found = cute.make_rmem_tensor((PAIR, cols // BLOCK), shared.element_type)
     layout = cute.make_layout((PAIR, cols // BLOCK), stride=(1, BLOCK))
     source = cute.make_tensor((shared.iterator + col).align(8), layout)
     for i in cutlass.range_constexpr(cols // BLOCK):
@@ -188,6 +199,10 @@ def write_tile(
 
 
 def _element(tensor: cute.Tensor, index: Int32, batch: Int32) -> Any:
-    if cute.rank(tensor) == 1:
-        return tensor[index]
-    return tensor[Int64(batch), index]
+    """As ``number_type`` says; of integers that int32 does not have, the ends of its range."""
+    found = tensor[index] if cute.rank(tensor) == 1 else tensor[Int64(batch), index]
+    if number_type(tensor) is Float32:
+        return Float32(found)
+    if tensor.element_type.width > Int32.width:
+        found = cutlass.min(cutlass.max(found, Int64(-(2**31))), Int64(2**31 - 1))
+    return Int32(found)

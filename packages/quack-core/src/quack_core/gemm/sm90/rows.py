@@ -1,35 +1,17 @@
 """Reductions over the columns of a tile's rows: one number for each row and tile."""
 
-import math
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32
 
-from quack_core.device import fast_math
-from quack_core.device.reduce import (
-    MAX,
-    ONLINE_SOFTMAX,
-    SUM,
-    Partial,
-    Reduction,
-    combine_tree,
-    finite,
-    lanes_reduce,
-)
+from quack_core.device.reduce import Partial, lanes_reduce
 
-from .fragment import BLOCK, PAIR, ROW_STEP, ROWS, place
+from . import partials
+from .fragment import ROW_STEP, ROWS, place
+from .partials import OPERATIONS
 
 LANES = 4
 """Neighbours that have a row's columns."""
-
-OPERATIONS: dict[str, Reduction] = {
-    "sum": SUM,
-    "sum_squares": SUM,
-    "max": MAX,
-    "lse": ONLINE_SOFTMAX,
-}
-"""By the names of `quack_core.gemm.epilogue.REDUCTIONS`."""
 
 
 def neutral(name: str) -> list[Partial]:
@@ -38,48 +20,29 @@ def neutral(name: str) -> list[Partial]:
 
 
 def add(
-    name: str, before: list[Partial], values: list[Float32], col: Int32, cols: Int32
+    name: str, before: list[Partial], values: list[Float32], counts: list[Boolean]
 ) -> list[Partial]:
     """Partial results with the thread's values of a part added.
 
     Args:
         values: in the order of the thread's sums.
-        col: of the thread's first sum, in D.
-        cols: of D: what lies beyond does not count.
+        counts: which of them count: those in D at least.
     """
-    operation, found = OPERATIONS[name], []
+    found = []
     for row in range(ROWS):
         mine = [
-            _counted(name, value, col + place(i)[1] // PAIR * BLOCK + i % PAIR, cols)
+            partials.counted(name, value, counts[i])
             for i, value in enumerate(values)
             if place(i)[0] == row
         ]
-        found.append(operation.combine(before[row], _partial(name, mine)))
+        found.append(OPERATIONS[name].combine(before[row], partials.of_values(name, mine)))
     return found
-
-
-@cute.jit
-def _counted(name: cutlass.Constexpr[str], value: Float32, col: Int32, cols: Int32) -> Float32:
-    """A value, or what changes nothing."""
-    nothing = const_expr(0.0 if name in ("sum", "sum_squares") else -math.inf)
-    return value if col < cols else Float32(nothing)
-
-
-def _partial(name: str, values: list[Float32]) -> Partial:
-    """Of some values."""
-    if name == "lse":
-        (largest,) = combine_tree([(v,) for v in values], MAX)
-        powers: list[Partial] = [(fast_math.exp(v - finite(largest)),) for v in values]
-        return largest, combine_tree(powers, SUM)[0]
-    if name == "sum_squares":
-        values = [v * v for v in values]
-    return combine_tree([(v,) for v in values], OPERATIONS[name])
 
 
 @cute.jit
 def store(
     name: cutlass.Constexpr[str],
-    partials: list,
+    of_rows: list,
     target: cute.Tensor,
     row: Int32,
     rows: Int32,
@@ -92,19 +55,14 @@ def store(
     Threads: all lanes of a warp.
 
     Args:
+        of_rows: of ``add``.
         target: float32 (M, tiles) or (L, M, tiles).
         row: the thread's first one, in D.
         rows: of D.
         tile: column of the tile, in tiles.
     """
     for r in cutlass.range_constexpr(ROWS):
-        total = lanes_reduce(partials[r], OPERATIONS[name], LANES)
-        value = total[0]
-        if const_expr(name == "lse"):
-            value = finite(total[0]) + fast_math.log(total[1])
+        total = lanes_reduce(of_rows[r], OPERATIONS[name], LANES)
         at = row + r * ROW_STEP
         if at < rows and lane % LANES == 0:
-            if const_expr(cute.rank(target) == 2):
-                target[Int64(at), tile] = value
-            else:
-                target[Int64(matrix), at, tile] = value
+            partials.write(name, total, target, at, tile, matrix)

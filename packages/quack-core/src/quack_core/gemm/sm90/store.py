@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.tensor_utils import LayoutEnum
 
@@ -35,6 +35,8 @@ class Form(StrEnum):
     """The blocks between: what they gate."""
     PAIRS = "pairs"
     """A gate and what it gates are neighbours in D, while blocks of 8 alternate in the tile."""
+    MIRROR = "mirror"
+    """As ``PLAIN``; the output is seen with rows and columns exchanged."""
 
 
 class Sink(NamedTuple):
@@ -97,6 +99,7 @@ def store_piece(
     pending: cutlass.Constexpr[int],
     number: Int32,
     thread: Int32,
+    wanted: Boolean | bool = True,
 ) -> None:
     """Store a part: the values that the thread has of it.
 
@@ -108,6 +111,8 @@ def store_piece(
         at: coordinates of the part.
         pending: stores that may still read other buffers.
         number: of the warpgroup's named barrier.
+        wanted: whether it is stored at all; the same in all threads. It counts as a store that is
+            pending either way.
     """
     if thread < WARP:
         tma.bulk_wait_read(pending)
@@ -122,13 +127,14 @@ def store_piece(
     tma.publish_shared()
     barrier.sync_numbered(number, WARPGROUP)
     if thread < WARP:
-        tma.store_tile(sink.tiles, buffer, at)
+        if wanted:
+            tma.store_tile(sink.tiles, buffer, at)
         tma.bulk_commit()
 
 
 def of_form(form: Form, values: list[Float32]) -> list[Float32]:
     """Those of a thread's values that an output, or a half of it, gets."""
-    if form == Form.PLAIN:
+    if form in (Form.PLAIN, Form.MIRROR):
         return values
     first = BLOCK_SUMS if form == Form.UPS else 0
     starts = range(first, len(values), 2 * BLOCK_SUMS)
