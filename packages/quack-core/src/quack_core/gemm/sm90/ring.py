@@ -234,7 +234,9 @@ def multiply_promoted(
     size = const_expr(cute.size(parts[0]))
     for _ in cutlass.range(count, unroll=1):
         barrier.wait(ring.full, phase)
-        stage = cute.arch.make_warp_uniform(phase.stage)  # or else descriptors are moved one by one
+        stage = phase.stage
+        if const_expr(factors is not None):  # or else descriptors are moved one by one
+            stage = cute.arch.make_warp_uniform(stage)
         if const_expr(rota is not None):
             barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
         for c in cutlass.range_constexpr(len(parts)):
