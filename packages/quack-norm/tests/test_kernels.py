@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quack_norm
-from quack_core import arch, occupancy, torch_workspace
+from quack_core import arch, driver, occupancy, torch_workspace
 from quack_core.cli.warmup import kernels_of
 from quack_core.errors import UnsupportedError
 from quack_core.jit import cache, compile_keys
@@ -35,6 +35,7 @@ def loaded(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(arch, "detect", lambda *_: SM90)
     monkeypatch.setattr(cache, "load", load)
+    monkeypatch.setattr(driver, "multiprocessors", lambda _: 2)
     monkeypatch.setattr(occupancy, "resident_clusters", lambda *_, registers: 13)
     zeros = functools.partial(torch.zeros, dtype=torch.int32)
     monkeypatch.setattr(torch_workspace, "counters", lambda _, count: zeros(count))
