@@ -293,7 +293,7 @@ class MatmulSm90:
             work += cute.arch.grid_dim()[2]
             span = self._find(tiles, span, work, lane)
         if const_expr(self.spec.parts == 1):
-            ring.end_turns(rota, group)
+            ring.end_turns(rota, group == 0)
         if thread < WARP:
             tma.bulk_wait_read(0)
 

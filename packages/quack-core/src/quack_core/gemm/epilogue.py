@@ -279,43 +279,64 @@ class StoreAux(Keep):
 
 
 @dataclass(frozen=True)
-class RowReduce(Keep):
+class _Reduce(Keep):
+    """Both kinds of reductions; ``gives`` is the kind of their result."""
+
+    name: str
+
+    gives: ClassVar[Kind]
+
+    def __post_init__(self) -> None:
+        if self.name not in REDUCTIONS:
+            raise ValueError(f"name={self.name!r}: must be one of {', '.join(REDUCTIONS)}")
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector(self.name, self.gives)
+
+
+@dataclass(frozen=True)
+class RowReduce(_Reduce):
     """x, which is also reduced over each row of D, to float32: (M,) or (L, M).
 
     Args:
         name: one of ``REDUCTIONS``.
     """
 
-    name: str
-
-    def __post_init__(self) -> None:
-        _check_reduction(self.name)
-
-    @property
-    def reduces(self) -> Vector | None:
-        return Vector(self.name, Kind.COLUMN)
+    gives: ClassVar[Kind] = Kind.COLUMN
 
 
 @dataclass(frozen=True)
-class ColumnReduce(Keep):
+class ColumnReduce(_Reduce):
     """x, which is also reduced over each column of D, to float32: (N,) or (L, N).
 
     Args:
         name: one of ``REDUCTIONS``.
     """
 
-    name: str
-
-    def __post_init__(self) -> None:
-        _check_reduction(self.name)
-
-    @property
-    def reduces(self) -> Vector | None:
-        return Vector(self.name, Kind.ROW)
+    gives: ClassVar[Kind] = Kind.ROW
 
 
 @dataclass(frozen=True)
-class SelectColumn(Keep):
+class _Select(Keep):
+    """Both kinds of selections; ``gives`` is the kind of their index and of their result."""
+
+    dtype: str = "int64"
+    batched: bool = False
+
+    gives: ClassVar[Kind]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("index", self.gives, self.dtype, self.batched),)
+
+    @property
+    def reduces(self) -> Vector | None:
+        return Vector("select", self.gives)
+
+
+@dataclass(frozen=True)
+class SelectColumn(_Select):
     """x, of which one value of each row is given as well, that of a column: float32 (M,) or (L, M).
 
     So a row's target logit is found beside its ``RowReduce("lse")``. Where the index is no column, such
@@ -325,36 +346,18 @@ class SelectColumn(Keep):
         dtype: of the index, a number for each row: "int64" or "int32".
     """
 
-    dtype: str = "int64"
-    batched: bool = False
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (Operand("index", Kind.COLUMN, self.dtype, self.batched),)
-
-    @property
-    def reduces(self) -> Vector | None:
-        return Vector("select", Kind.COLUMN)
+    gives: ClassVar[Kind] = Kind.COLUMN
 
 
 @dataclass(frozen=True)
-class SelectRow(Keep):
+class SelectRow(_Select):
     """x, of which one value of each column is given as well, that of a row: float32 (N,) or (L, N).
 
     Args:
         dtype: of the index, a number for each column; the rest as of ``SelectColumn``.
     """
 
-    dtype: str = "int64"
-    batched: bool = False
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (Operand("index", Kind.ROW, self.dtype, self.batched),)
-
-    @property
-    def reduces(self) -> Vector | None:
-        return Vector("select", Kind.ROW)
+    gives: ClassVar[Kind] = Kind.ROW
 
 
 @dataclass(frozen=True)
@@ -386,11 +389,6 @@ ACTIVATIONS = (
     "quick_gelu",
 )
 """Names of activation functions."""
-
-
-def _check_reduction(name: str) -> None:
-    if name not in REDUCTIONS:
-        raise ValueError(f"name={name!r}: must be one of {', '.join(REDUCTIONS)}")
 
 
 def _check_activation(name: str) -> None:

@@ -326,10 +326,10 @@ class GemmSm90:
         phase, total, done = barrier.full_phase(), tile_order.total, Int32(0)
         tiles, turn = (total - work + step - 1) // step, None
         if const_expr(config.pingpong):
-            turn = TURN + 1 - who.group  # the other one's
             if who.group == 1:
                 phase = ring.skip(phase, sizes.steps, self.stages)
-                barrier.arrive_numbered(Int32(TURN), 2 * WARPGROUP)
+            rota = ring.begin_turns(TURN, who.group)
+            turn = rota.next
             work += who.group * step
             step = step * 2
         while work < total:
@@ -337,7 +337,7 @@ class GemmSm90:
             held = self.epilogue.fetch(ends.operands, tile, sizes, who)
             sums.fill(Float32(0.0))
             if const_expr(config.pingpong):
-                barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
+                barrier.sync_numbered(rota.mine, ring.TWO_WARPGROUPS)
             walk = (barriers, phase, count, self.stages, self.shape, at, turn)
             if const_expr(self.promoted):
                 phase = ring.multiply_promoted(mma, sums, tuple(parts), rA, rB, *walk)
@@ -356,8 +356,7 @@ class GemmSm90:
             done += 1
             work += step
         if const_expr(config.pingpong):  # the last one to multiply has signalled, and nobody came
-            if who.group == tiles % 2:
-                barrier.sync_numbered(TURN + who.group, 2 * WARPGROUP)
+            ring.end_turns(rota, who.group == tiles % 2)
         if const_expr(config.peers > 1):
             split.drain(inbox, who.group, done)
         if who.thread < WARP:

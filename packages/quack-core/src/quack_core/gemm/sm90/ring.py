@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from quack_core.device import barrier, tma
@@ -21,8 +21,8 @@ Factors = Callable[[Int32], Callable[[int], list[tuple[Float32, ...]]]]
 
 
 class Rota(NamedTuple):
-    """Whose turn it is to multiply a stage: numbers of named barriers, this warpgroup's and that of
-    the next one."""
+    """Whose turn it is to multiply a stage or a tile: numbers of named barriers, this warpgroup's and
+    that of the other one."""
 
     mine: Int32
     next: Int32
@@ -260,7 +260,7 @@ def multiply_promoted(
 
 @cute.jit
 def begin_turns(first: cutlass.Constexpr[int], group: Int32) -> Rota:
-    """Two warpgroups take turns, the first one to begin with. Called once, before the first stage.
+    """Two warpgroups take turns, the first one to begin with. Called once, before the first turn.
 
     Args:
         first: of two named barriers.
@@ -268,14 +268,18 @@ def begin_turns(first: cutlass.Constexpr[int], group: Int32) -> Rota:
     """
     rota = Rota(first + group, first + 1 - group)
     if group == 1:
-        barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
+        barrier.arrive_numbered(Int32(first), TWO_WARPGROUPS)
     return rota
 
 
 @cute.jit
-def end_turns(rota: Rota, group: Int32) -> None:
-    """Take the turn that nobody needs any more. Called once, behind the last stage."""
-    if group == 0:
+def end_turns(rota: Rota, is_mine: Boolean) -> None:
+    """Take the turn that nobody needs any more. Called once, behind the last turn.
+
+    Args:
+        is_mine: whether it would be this warpgroup's.
+    """
+    if is_mine:
         barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
 
 
