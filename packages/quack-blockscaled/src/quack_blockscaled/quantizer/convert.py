@@ -111,10 +111,12 @@ def scale(
         quotient = _where(quotient > LARGEST_FLOAT32, LARGEST_FLOAT32, quotient)
         divided = _where(amax > 0, quotient, divided)
     step = divided / Float32(element.max)
-    step = _where(amax >= bits.INF, Int32(bits.NAN).bitcast(Float32), step)
     if spec.format.scale == FLOAT32:
-        stored = _where(step < SMALLEST_FLOAT32, SMALLEST_FLOAT32, step)
-        stored = step = _where(amax > 0, stored, step)
+        step = _where((amax > 0) & (step < SMALLEST_FLOAT32), SMALLEST_FLOAT32, step)
+    # As a word and last: a maximum of numbers that this could be joined with makes another NaN.
+    step = _where(amax >= bits.INF, Int32(bits.NAN), step.bitcast(Int32)).bitcast(Float32)
+    if spec.format.scale == FLOAT32:
+        stored = step
     else:
         code = _convert("e4m3x2", [step, Float32(0.0)], Int16)
         stored, step = Uint8(code), _from_e4m3(code)
