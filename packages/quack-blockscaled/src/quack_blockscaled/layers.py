@@ -63,7 +63,11 @@ class _Linear(torch.autograd.Function):
         )
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         out = matmul(given, quantize(weight, FP8_BLOCK_128X128).mT)
-        return out if bias is None else out.add_(bias)
+        if bias is None:
+            return out
+        if torch.compiler.is_compiling():  # torch 2.11 would make zeros of the gradients of add_
+            return torch.add(out, bias).to(out.dtype)
+        return out.add_(bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -10,12 +10,14 @@ from quack_core.errors import DTypeError
 
 from .formats import SCALES, BlockFormat, ElementFormat
 
+_ELEMENT = tuple(field.name for field in dataclasses.fields(ElementFormat))
+
 
 def of(format: BlockFormat) -> dict[str, Any]:
     """A format as JSON takes it."""
     return {
         "name": format.name,
-        "element": dataclasses.asdict(format.element),
+        "element": {name: getattr(format.element, name) for name in _ELEMENT},
         "scale": format.scale.name,
         "block": list(format.block),
         "per_tensor": format.per_tensor,
