@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quack_blockscaled import FP8_BLOCK_1X128, FP8_BLOCK_128X128, BlockScaledTensor, quantize
 from quack_blockscaled import matmul as public_matmul
-from quack_blockscaled.product.spec import MatmulConfig, MatmulSpec, choose
+from quack_blockscaled.product.spec import TILE_COLS, MatmulConfig, MatmulSpec, choose
 
 from .norm import judge, size
 from .shapes import Case
@@ -93,7 +93,7 @@ def default_config(case: Case) -> MatmulConfig:
 
 def candidates(case: Case) -> list[MatmulConfig]:
     """Configurations to compare it with."""
-    return [MatmulConfig(tile_n, cluster) for tile_n in (128, 192) for cluster in (1, 2)]
+    return [MatmulConfig(tile_n) for tile_n in TILE_COLS]
 
 
 def public(case: Case) -> Launch:

@@ -25,7 +25,7 @@ SPECS = [
     MatmulSpec("bfloat16", grouped=True),
     exhaustive(MatmulSpec("float32", grouped=True)),
 ]
-CONFIGS = [MatmulConfig(192, 2), *map(exhaustive, (MatmulConfig(128, 2), MatmulConfig(128, 1)))]
+CONFIGS = [MatmulConfig(192), *map(exhaustive, (MatmulConfig(128), MatmulConfig(64)))]
 
 
 @pytest.mark.skipif(not ARCH.wgmma, reason=f"the kernel of {ARCH.name} is not written")
@@ -50,6 +50,5 @@ def test_matmul(config: MatmulConfig, spec: MatmulSpec, tmp_path: Path) -> None:
     assert len(re.findall(r"\bFMUL\b", text)) == scaled
     assert bool(re.findall(r"UTMAREDG", text)) == spec.accumulate
     assert not re.findall(r"\bFADD\b", text)
-    assert bool(re.findall(r"UTMALDG\.3D\.MULTICAST", text)) == (config.cluster_m > 1)
     assert "MEMBAR.ALL.GPU" not in text
     assert bool(re.findall(r"\bU?POPC\b", text)) == spec.grouped

@@ -19,7 +19,7 @@ from quack_blockscaled import (
     quantize,
 )
 from quack_blockscaled.product import launch
-from quack_blockscaled.product.spec import MatmulConfig, MatmulSpec, choose
+from quack_blockscaled.product.spec import TILE_COLS, MatmulConfig, MatmulSpec, choose
 from quack_core import arch
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
 from quack_core.testing import fake_cuda
@@ -184,7 +184,7 @@ def test_gradients_raise() -> None:
 
 
 def test_configurations_fit() -> None:
-    for tile_n in (128, 192):
+    for tile_n in TILE_COLS:
         for spec in (MatmulSpec("bfloat16"), MatmulSpec("float32", True, True)):
             config = MatmulConfig(tile_n)
             assert config.depth(spec) >= 4
@@ -193,15 +193,15 @@ def test_configurations_fit() -> None:
             assert config.scales_b(spec) * cols == tile_n and 128 % cols == 0
     with pytest.raises(ValueError, match="d='bfloat16': it must be float32"):
         MatmulSpec("bfloat16", accumulate=True)
-    for fields, message in (({"tile_n": 160}, "160"), ({"cluster_m": 3}, "3"), ({"group": 0}, "0")):
+    for fields, message in (({"tile_n": 160}, "160"), ({"group": 0}, "0")):
         with pytest.raises(ValueError, match=f"={message}: must be"):
             MatmulConfig(**fields)
 
 
 def test_choices() -> None:
-    assert choose(8192, 8192, 132) == MatmulConfig(192, 2)
-    assert choose(4096, 4096, 132).tile_n == 128  # 16 x 32 tiles: four rounds; 16 x 22: six of 192
-    assert choose(64, 7168, 132).cluster_m == 1  # a cluster's second CTA would have no rows
+    assert choose(8192, 8192, 132) == MatmulConfig(192)
+    assert choose(4096, 4096, 132).tile_n == 128  # 32 x 32 tiles: eight rounds; 32 x 22: six of 192
+    assert choose(64, 7168, 132).tile_n == 64  # 112 tiles instead of 56
 
 
 @pytest.fixture
@@ -219,13 +219,13 @@ def test_operands_of_a_kernel(launched: list[tuple[Any, ...]]) -> None:
     one = a.values[:1].expand(100, 640)
     for values, copied in ((a.values, False), (wide[:, :640], True), (one, True)):
         d = launch.forward(values, a.scales, b.values.mT, b.scales.mT, BF16)
-        given_a, given_b, scale_a, scale_b, out, offsets, resident = launched[-1]
+        given_a, given_b, scale_a, scale_b, out, offsets, sms = launched[-1]
         assert (given_a.data_ptr() != values.data_ptr()) == copied
         assert torch.equal(given_a.float(), values.float())
         assert given_a.stride(0) % 16 == 0 and given_a.stride(0) > 0
         assert given_b.data_ptr() == b.values.data_ptr() and given_b.shape == (1, 256, 640)
         assert torch.equal(scale_a, a.scales.mT) and scale_b.shape == (1, 2, 5)
-        assert out is d and d.shape == (100, 256) and (offsets, resident) == (None, 66)
+        assert out is d and d.shape == (100, 256) and (offsets, sms) == (None, 132)
 
 
 @pytest.mark.parametrize("shape", [(100, 5), (101, 5), (3, 7, 2), (1, 5), (100, 1)])
@@ -312,9 +312,7 @@ def test_kernel(
         assert torch.equal(matmul(a, b, out_dtype=dtype), found)
 
 
-@pytest.mark.parametrize(
-    "config", [MatmulConfig(t, c) for t in (128, 192) for c in (1, 2)], ids=str
-)
+@pytest.mark.parametrize("config", [MatmulConfig(tile_n) for tile_n in TILE_COLS], ids=str)
 @by_format
 def test_every_configuration(
     config: MatmulConfig, format_b: BlockFormat, cuda: str, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from quack_blockscaled import (
     quantize,
 )
 from quack_blockscaled.product import launch
-from quack_blockscaled.product.spec import MatmulConfig, MatmulSpec, choose
+from quack_blockscaled.product.spec import TILE_COLS, MatmulConfig, MatmulSpec, choose
 from quack_core import arch
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from quack_core.testing import fake_cuda
@@ -114,8 +114,7 @@ def test_what_is_refused() -> None:
 
 def test_choices() -> None:
     assert choose(8 * 1024, 4096, 132, 8) == choose(8192, 4096, 132)
-    assert choose(256 * 64, 4096, 132, 256).cluster_m == 1  # second CTAs would have no rows
-    assert choose(3, 4096, 132, 256).cluster_m == 1
+    assert choose(3, 4096, 132, 256).tile_n == 192  # each group has a tile of rows, however few
     with pytest.raises(ValueError, match="groups have blocks of 128x128 and a new D"):
         MatmulSpec("bfloat16", rows_b=True, grouped=True)
 
@@ -126,11 +125,11 @@ def test_operands_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
     a, b, offsets = operands([3, 0, 5], 256, 384)
     d = launch.grouped(a.values, a.scales, b.values.mT, b.scales.mT, offsets, BF16)
-    ((given_a, given_b, scale_a, scale_b, out, given, resident),) = launched
+    ((given_a, given_b, scale_a, scale_b, out, given, sms),) = launched
     assert given_a.data_ptr() == a.values.data_ptr() and given_b.shape == (3, 256, 384)
     assert given_b.data_ptr() == b.values.data_ptr()
     assert torch.equal(scale_a, a.scales.mT) and scale_b.shape == (3, 2, 3)
-    assert out is d and given is offsets and resident == 66
+    assert out is d and given is offsets and sms == 132
 
 
 def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +169,7 @@ def test_groups_against_float64(cuda: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [MatmulConfig(t, c, g) for t in (128, 192) for c in (1, 2) for g in (1, 3)], ids=str
+    "config", [MatmulConfig(tile_n, band) for tile_n in TILE_COLS for band in (1, 3)], ids=str
 )
 def test_every_configuration(
     config: MatmulConfig, cuda: str, monkeypatch: pytest.MonkeyPatch

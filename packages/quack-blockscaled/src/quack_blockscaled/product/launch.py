@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quack_core import arch, occupancy, torch_op, torch_workspace
+from quack_core import arch, torch_op, torch_workspace
 from quack_core.errors import UnsupportedError
 from quack_core.jit import cache
 
@@ -41,7 +41,7 @@ def forward(
     if 0 in (m, n, k):
         return d if accumulate else d.zero_()
     spec = MatmulSpec(torch_op.dtype_name(dtype), scale_b.shape[0] == n, accumulate)
-    _run(spec, choose(m, n, _sms(a)), a, scale_a, b[None], scale_b[None], d)
+    _run(spec, choose(m, n, _sms(a.get_device())), a, scale_a, b[None], scale_b[None], d)
     return d
 
 
@@ -59,7 +59,7 @@ def grouped(
     if 0 in (m, n, k, groups):
         return d.zero_()
     spec = MatmulSpec(torch_op.dtype_name(dtype), grouped=True)
-    config = choose(m, n, _sms(a), groups)
+    config = choose(m, n, _sms(a.get_device()), groups)
     _run(spec, config, a, scale_a, b, scale_b, d, offsets.contiguous())
     return d
 
@@ -103,8 +103,9 @@ def _check_target(op: str, a: Tensor) -> None:
         )
 
 
-def _sms(a: Tensor) -> int:
-    return int(torch.cuda.get_device_properties(a.get_device()).multi_processor_count)
+@functools.cache
+def _sms(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _run(
@@ -118,16 +119,14 @@ def _run(
     offsets: Tensor | None = None,
 ) -> None:
     """Launch a kernel; operands as of ``sm90.MatmulSm90``."""
-    run, resident = _kernel(spec, config, a.get_device())
+    run = _kernel(spec, config, a.get_device())
     scales = by_columns(scale_a), by_columns(scale_b) if spec.rows_b else scale_b.contiguous()
-    run(_readable(a), _readable(b), *scales, d, offsets, resident)
+    run(_readable(a), _readable(b), *scales, d, offsets, _sms(a.get_device()))
 
 
 @functools.cache
-def _kernel(spec: MatmulSpec, config: MatmulConfig, device: int) -> tuple[Callable[..., None], int]:
-    """A kernel, and how many clusters of it run at the same time."""
-    resident = occupancy.resident_clusters(
-        device, config.cluster_m, config.num_threads, config.smem_bytes(spec)
-    )
+def _kernel(spec: MatmulSpec, config: MatmulConfig, device: int) -> Callable[..., None]:
+    """Finding a kernel reads source files."""
     with torch_workspace.relaxed_capture():
-        return cache.load(MODULE, spec, config, arch.detect(device)), resident
+        found: Callable[..., None] = cache.load(MODULE, spec, config, arch.detect(device))
+    return found

@@ -28,6 +28,8 @@ from .spec import ATOM_M, BLOCK, GROUPS, PIECE_COLS, TILE_M, UNIT, MatmulConfig,
 
 ROW, K_MAJOR = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
 BUFFERS = 2
+ALONE = (1, 1)
+"""The shape of a cluster of one CTA."""
 REGISTERS = (40, 232)
 """Per thread of the warpgroup that loads, and of the others."""
 STORE = 1
@@ -53,7 +55,7 @@ class Place(NamedTuple):
 
 
 class MatmulSm90:
-    """Clusters walk over tiles of D; each 128 of K are summed by themselves, scaled, and added.
+    """CTAs walk over tiles of D; each 128 of K are summed by themselves, scaled, and added.
 
     Tiles of groups begin where their group does. One that reaches into the next group multiplies its
     rows as well, and writes those of its own.
@@ -62,16 +64,15 @@ class MatmulSm90:
     Shared memory: stages of A, B and their scales; pieces of D on their way out.
     Scales of single rows come by TMA, a column of them at a time: gathered one by one they would
     take a fifth of the bandwidth of shared memory that the tensor cores need.
-    Synchronises: a full and an empty mbarrier per stage, over the cluster; named barriers of a
+    Synchronises: a full and an empty mbarrier per stage; named barriers of a
     warpgroup around each piece that it stores; where tiles are not multiplied in parts, one that
     says whose turn it is.
-    Traffic: A once for each column of tiles, B once for each row of clusters; less what L2 keeps.
+    Traffic: A once for each column of tiles, B once for each row of them; less what L2 keeps.
     """
 
     def __init__(self, spec: MatmulSpec, config: MatmulConfig):
         self.spec, self.config = spec, config
-        self.stages, self.shape = config.depth(spec), (config.cluster_m, 1)
-        self.height = TILE_M * config.cluster_m
+        self.stages = config.depth(spec)
 
     @cute.jit
     def __call__(
@@ -82,7 +83,7 @@ class MatmulSm90:
         scale_b: cute.Tensor,  # (L, N / 128, K / 128) or (L, K / 128, N)
         d: cute.Tensor,  # (M, N)
         offsets: cute.Tensor | None,  # (L + 1,), of groups of rows
-        max_clusters: Int32,  # that the GPU holds at once
+        sms: Int32,  # of the GPU
         stream: cuda.CUstream,
     ):
         config = self.config
@@ -93,10 +94,10 @@ class MatmulSm90:
         b_smem = hopper.make_smem_layout_b(ROW, tile, Float8E4M3FN, self.stages)
         d_smem = store.smem_layout(self.d_dtype, ROW, PIECE_COLS, BUFFERS * GROUPS)
         load_a = tma.load_atom(a, a_smem, (TILE_M, BLOCK))
-        load_b = tma.load_atom(b, b_smem, (config.tile_n, BLOCK), config.cluster_m)
+        load_b = tma.load_atom(b, b_smem, (config.tile_n, BLOCK))
         send = tma.add_atom if self.spec.accumulate else tma.store_atom
         store_d = send(d, d_smem, (ATOM_M, PIECE_COLS))
-        tiles, clusters = self._tiles(d, offsets)
+        tiles, count = self._tiles(d, offsets)
         self.kernel(
             self._mma(GROUPS, self.spec.parts),
             self._mma(1, 1),
@@ -108,20 +109,19 @@ class MatmulSm90:
             tiles,
             cute.ceil_div(a.shape[1], BLOCK),
         ).launch(
-            grid=[config.cluster_m, 1, cutlass.min(clusters, max_clusters)],
+            grid=[cutlass.min(count, sms), 1, 1],
             block=[config.num_threads, 1, 1],
-            cluster=[config.cluster_m, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     def _tiles(self, d: cute.Tensor, offsets: cute.Tensor | None):
-        """What clusters walk over, and how many of them there are at most."""
+        """What CTAs walk over, and how many tiles there are at most."""
         rows, across = d.shape[0], cute.ceil_div(d.shape[1], self.config.tile_n)
         if self.spec.grouped:
             groups = ragged.Groups(offsets, Int32(rows), Int32(across))
-            return groups, ragged.most(groups, self.height)
-        down = cute.ceil_div(rows, self.height)
+            return groups, ragged.most(groups, TILE_M)
+        down = cute.ceil_div(rows, TILE_M)
         tiles = order.make(down, across, Int32(1), self.config.group)
         return tiles, tiles.total
 
@@ -149,7 +149,6 @@ class MatmulSm90:
         tid, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tid // WARPGROUP)
         warp_idx = cute.arch.make_warp_uniform(tid // WARP)
-        at = Cluster(cute.arch.make_warp_uniform(cute.arch.block_idx()[0]), Int32(0))
 
         # --- shared memory
         smem = cutlass.memory.SmemAllocator()
@@ -162,70 +161,58 @@ class MatmulSm90:
         # --- barriers
         arrivals = const_expr(1 if self.spec.rows_b else 1 + WARP)  # bytes, and copies of scales
         barrier.init_mbarriers(barriers.full, self.stages, arrivals, tid)
-        readers = GROUPS * (WARPGROUP // WARP) * config.cluster_m
+        readers = GROUPS * (WARPGROUP // WARP)
         barrier.init_mbarriers(barriers.empty, self.stages, readers, tid)
         if warp_idx == 0:
             tma.prefetch_descriptors((load_a[0], load_b[0], store_d[0]))
-        if const_expr(config.cluster_m > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
 
         # --- roles
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == 0:
-                b = self._bind_b(load_b, sB, at)
-                self._load((*load_a[:2], sA), b, scales, held, barriers, tiles, steps, at, tid)
+                b = tma.bind(load_b[0], load_b[1], sB, (config.tile_n, BLOCK))
+                self._load((*load_a[:2], sA), b, scales, held, barriers, tiles, steps, tid)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             who, out = (group - 1, tid % WARPGROUP), (*store_d[:2], sD, d)
             multiply = (mma, mma_of_group, sA, sB, held)
-            self._compute(*multiply, out, barriers, tiles, steps, at, *who)
+            self._compute(*multiply, out, barriers, tiles, steps, *who)
 
-    def _bind_b(self, load, shared, at: Cluster) -> tma.Tiles:
-        """Tiles of B, of which each CTA of a cluster loads a part."""
-        tile = (self.config.tile_n, BLOCK)
-        if self.config.cluster_m == 1:
-            return tma.bind(load[0], load[1], shared, tile)
-        cluster = cute.make_layout((*self.shape, 1))
-        return tma.bind_shared(load[0], load[1], shared, tile, cluster, (at.row, at.col, 0), 0)
-
-    # --- where a cluster is; in groups, for all lanes of a warp
+    # --- where a tile is; in groups, for all lanes of a warp
 
     def _find(self, tiles, span, work: Int32, lane: Int32):
-        """The group of a cluster; None where there are no groups."""
+        """The group of a tile; None where there are no groups."""
         if not self.spec.grouped:
             return None
         span = ragged.begin() if span is None else span
-        return ragged.find(tiles, span, work, lane, self.height)
+        return ragged.find(tiles, span, work, lane, TILE_M)
 
     def _is_tile(self, tiles, span, work: Int32):
-        """Whether a cluster has a tile."""
+        """Whether there is one."""
         return ragged.is_group(tiles, span) if self.spec.grouped else work < tiles.total
 
-    def _place(self, tiles, span, work: Int32, at: Cluster) -> Place:
-        """This CTA's tile."""
+    def _place(self, tiles, span, work: Int32) -> Place:
+        """A tile's place."""
         band = self.config.group
         if self.spec.grouped:
-            row, col = ragged.place(tiles, span, work, self.height, band)
-            return Place(row + at.row * TILE_M, col, span.group, span.end)
+            row, col = ragged.place(tiles, span, work, TILE_M, band)
+            return Place(row, col, span.group, span.end)
         row, col, matrix = order.locate(tiles, work, band)
-        return Place(row * self.height + at.row * TILE_M, col, matrix, None)
+        return Place(row * TILE_M, col, matrix, None)
 
     # --- the warp that loads
 
     @cute.jit
-    def _load(self, a, b, scales, held: Scales, barriers, tiles, steps: Int32, at: Cluster, lane):
+    def _load(self, a, b, scales, held: Scales, barriers, tiles, steps: Int32, lane):
         """Fill stages, tile after tile."""
         num_bytes = const_expr(self.config.stage_bytes + scaling.num_bytes(self.spec, self.config))
-        phase, work = barrier.empty_phase(), cute.arch.block_idx()[2]
+        phase, work = barrier.empty_phase(), cute.arch.block_idx()[0]
         if const_expr(self.spec.rows_b):
             scales_b = scaling.bind(scales[1], held.b, Int32(0))
         span = self._find(tiles, None, work, lane)
         while self._is_tile(tiles, span, work):
-            place = self._place(tiles, span, work, at)
+            place = self._place(tiles, span, work)
             below = cute.domain_offset((place.row, 0), a[1])
             rows = tma.bind(a[0], below, a[2], (TILE_M, BLOCK))
             scales_a = scaling.bind(scales[0], held.a, place.row - place.row % UNIT)
@@ -242,7 +229,7 @@ class MatmulSm90:
                     scaling.copy(scales[1], held.b, first, at_k, phase.stage, lane, self.config)
                     cute.arch.cp_async_mbarrier_arrive_noinc(mbar)
                 phase = barrier.next_phase(phase, self.stages)
-            work += cute.arch.grid_dim()[2]
+            work += cute.arch.grid_dim()[0]
             span = self._find(tiles, span, work, lane)
         # Also alone: copies of scales that are under way belong to this warp.
         ring.drain(barriers, phase, self.stages)
@@ -261,7 +248,6 @@ class MatmulSm90:
         barriers,
         tiles,
         steps: Int32,
-        at: Cluster,
         group: Int32,
         thread: Int32,
     ):
@@ -276,21 +262,21 @@ class MatmulSm90:
         parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(self.spec.parts))
         first_row = group * ATOM_M + fragment.first_row(thread)
         of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
-        phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[2], thread % WARP
+        phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[0], thread % WARP
         rota = None
         if const_expr(self.spec.parts == 1):
             rota = ring.begin_turns(TURN, group)
         span = self._find(tiles, None, work, lane)
         while self._is_tile(tiles, span, work):
-            place = self._place(tiles, span, work, at)
+            place = self._place(tiles, span, work)
             sums.fill(Float32(0.0))
-            walk = (barriers, phase, steps, self.stages, self.shape, at)
+            walk = (barriers, phase, steps, self.stages, ALONE, Cluster(Int32(0), Int32(0)))
             row = first_row + place.row % UNIT if const_expr(self.spec.grouped) else first_row
             factors = functools.partial(of_stage, self.spec, config, held, thread, row)
             how = {"factors": factors, "rota": rota}
             phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, **how)
             self._store(mma_of_group, out, sums, place, group, thread)
-            work += cute.arch.grid_dim()[2]
+            work += cute.arch.grid_dim()[0]
             span = self._find(tiles, span, work, lane)
         if const_expr(self.spec.parts == 1):
             ring.end_turns(rota, group == 0)
