@@ -22,15 +22,20 @@ Source: H100 data sheet, 989 TFLOP/s dense in bf16 at 1.83 GHz on 132 SMs."""
 SHARED_BYTES = 128
 """That the tensor cores read from shared memory per cycle. Source: CUDA programming guide."""
 
-# The others are fitted to times of all candidates for 31 random shapes on one H200, as cycles of
-# 1755 MHz (``python -m benchmarks sweep gemm_small --shapes random:2:24`` and like it); no shape of a
-# suite is among them.
+# The others are fitted to times of all candidates for 57 random shapes on one H200, as cycles of
+# 1755 MHz (``python -m benchmarks sweep gemm_small --shapes random:2:24``, ``random:5:30`` and like
+# them); no shape of a suite is among them.
 LAUNCH_CYCLES = 4550
 """Launch, first loads, and the last store's way to memory."""
 PORT_BYTES = 66
 """Into an SM's shared memory per cycle."""
-L2_BYTES = 5500
+L2_BYTES = 7000
 """Out of L2 per cycle."""
+STRADDLING = 1.4
+"""How much more those are whose rows do not begin at lines of 128 bytes."""
+COMMON = 0.5
+"""And how much less, if all SMs read the same at about the same time."""
+LINE_BITS = 1024
 DRAM_BYTES = 2650
 """Per cycle."""
 STEP_CYCLES = 50
@@ -39,10 +44,16 @@ PROMOTE_CYCLES = {True: 300, False: 80}
 """More, where its sums are added in full float32, with ping-pong (nobody multiplies meanwhile) and
 without. Source: on the H200, tiles of 64x192 with turns took 700 cycles for the 384 that they multiply, those
 of 128x192 without 930 for 768."""
+CLUSTER_CYCLES = 75
+"""For each CTA of a cluster but the first one: they begin and leave together."""
+IDLE_GAIN = 0.2
+"""How much faster SMs are when hardly any other one works: power limits their clock."""
 SHARED_TILE = 1.09
 """How much longer warpgroups multiply that begin and end together."""
-STORE_RATE = 9.5
+STORE_RATE = 13
 """Sums per cycle that the warpgroups of an SM round, write and store."""
+PIECE_CYCLES = 80
+"""For each piece that they store at a time: they wait for one another."""
 TURN_CYCLES = 590
 """From one warpgroup's products to the other one's."""
 EXCHANGE_BYTES = 13.6
@@ -216,13 +227,10 @@ def _fits(config: GemmConfig, spec: GemmSpec) -> bool:
 def cycles(problem: Problem, config: GemmConfig) -> float:
     """About how many cycles a launch takes."""
     spec = config.product(problem.spec)
-    rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
     across, down = _clusters(problem, config)
     clusters = across * (across + 1) // 2 if spec.symmetric else across * down
     clusters *= problem.batches * config.ranges
-    valid_m = min(1, rows / (across * config.tile_m * config.cluster_m))
-    valid_n = min(1, cols / (down * config.tile_n * config.cluster_n))
-    loaded = config.tile_m * valid_m / config.cluster_n + config.tile_n * valid_n / config.cluster_m
+    loaded = _loaded(problem, config)
     steps = math.ceil(math.ceil(problem.k / config.tile_k(spec)) / config.split_k)
     of_sm = _multiply(config, spec), _read(config, spec), config.stage_bytes(spec) / PORT_BYTES
     beside = STEP_CYCLES
@@ -232,8 +240,10 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
 
     def round_of(count: int) -> float:
         """So many clusters at a time, a tile each."""
-        from_l2 = loaded * SWIZZLE_BYTES * count * config.cluster / L2_BYTES
+        ctas = count * config.cluster
+        from_l2 = loaded * ctas / L2_BYTES
         step = sum(limit**STEEP for limit in (*of_sm, from_l2)) ** (1 / STEEP)
+        step *= 1 - IDLE_GAIN * (1 - ctas / problem.sms)
         body = math.hypot(steps * (beside + step), of_cluster * count)
         return max(body + TURN_CYCLES, store) if config.pingpong else body + store
 
@@ -243,7 +253,25 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     total += store if config.pingpong else 0  # nothing is multiplied beside the last one
     if config.split_mode == SplitK.SEPARATE:
         total += _sum(problem, config)
-    return total + LAUNCH_CYCLES
+    return total + LAUNCH_CYCLES + CLUSTER_CYCLES * (config.cluster - 1)
+
+
+def _loaded(problem: Problem, config: GemmConfig) -> float:
+    """Bytes of a stage that a CTA reads from L2, weighted as of `STRADDLING` and `COMMON`."""
+    spec = config.product(problem.spec)
+    rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
+    across, down = _clusters(problem, config)
+
+    def of(size: int, tile: int, tiles: int, cluster: int, others: int, contiguous: int) -> float:
+        valid = min(1, size / (tiles * tile * cluster))
+        weight = 1.0 if contiguous * dtypes.width(spec.a) % LINE_BITS == 0 else STRADDLING
+        return tile * valid / others * weight * (COMMON if tiles == 1 else 1.0)
+
+    length_a = problem.k if spec.a_major == "row" else rows
+    length_b = problem.k if spec.b_major == "column" else cols
+    a = of(rows, config.tile_m, across, config.cluster_m, config.cluster_n, length_a)
+    b = of(cols, config.tile_n, down, config.cluster_n, config.cluster_m, length_b)
+    return (a + b) * SWIZZLE_BYTES
 
 
 def _clusters(problem: Problem, config: GemmConfig) -> tuple[int, int]:
@@ -283,11 +311,12 @@ def _read(config: GemmConfig, spec: GemmSpec) -> float:
 def _store(config: GemmConfig, spec: GemmSpec) -> float:
     """Of a tile: what comes behind its products."""
     sums = config.tile_m * config.tile_n
+    each = sums / STORE_RATE + config.pieces(spec) * PIECE_CYCLES
+    each *= len(spec.outputs) + spec.symmetric
     if config.peers == 1:
-        return sums / STORE_RATE * (len(spec.outputs) + spec.symmetric)
+        return each
     sent = sums * 4 * (config.peers - 1) / config.peers
-    own = sums / config.shares(spec)
-    return sent / EXCHANGE_BYTES + own / STORE_RATE * (len(spec.outputs) + spec.symmetric)
+    return sent / EXCHANGE_BYTES + each / config.shares(spec)
 
 
 def _traffic(problem: Problem) -> float:
