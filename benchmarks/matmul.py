@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quack_blockscaled import FP8_BLOCK_1X128, FP8_BLOCK_128X128, BlockScaledTensor, quantize
 from quack_blockscaled import matmul as public_matmul
-from quack_blockscaled.product.spec import TILE_COLS, MatmulConfig, MatmulSpec, choose
+from quack_blockscaled.product.spec import ROUND_COST, MatmulConfig, MatmulSpec, choose
 
 from .norm import judge, size
 from .shapes import Case
@@ -87,13 +87,12 @@ def spec_of(case: Case) -> MatmulSpec:
 
 def default_config(case: Case) -> MatmulConfig:
     """The configuration that the rule chooses here."""
-    m, n, _ = case.shape
-    return choose(m, n, torch.cuda.get_device_properties(0).multi_processor_count)
+    return choose(*case.shape, torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 def candidates(case: Case) -> list[MatmulConfig]:
     """Configurations to compare it with."""
-    return [MatmulConfig(tile_n) for tile_n in TILE_COLS]
+    return [MatmulConfig(tile_n) for tile_n in ROUND_COST]
 
 
 def public(case: Case) -> Launch:

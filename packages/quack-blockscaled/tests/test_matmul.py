@@ -19,7 +19,7 @@ from quack_blockscaled import (
     quantize,
 )
 from quack_blockscaled.product import launch
-from quack_blockscaled.product.spec import TILE_COLS, MatmulConfig, MatmulSpec, choose
+from quack_blockscaled.product.spec import ROUND_COST, MatmulConfig, MatmulSpec, choose
 from quack_core import arch
 from quack_core.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
 from quack_core.testing import fake_cuda
@@ -184,7 +184,7 @@ def test_gradients_raise() -> None:
 
 
 def test_configurations_fit() -> None:
-    for tile_n in TILE_COLS:
+    for tile_n in ROUND_COST:
         for spec in (MatmulSpec("bfloat16"), MatmulSpec("float32", True, True)):
             config = MatmulConfig(tile_n)
             assert config.depth(spec) >= 4
@@ -199,9 +199,11 @@ def test_configurations_fit() -> None:
 
 
 def test_choices() -> None:
-    assert choose(8192, 8192, 132) == MatmulConfig(192)
-    assert choose(4096, 4096, 132).tile_n == 128  # 32 x 32 tiles: eight rounds; 32 x 22: six of 192
-    assert choose(64, 7168, 132).tile_n == 64  # 112 tiles instead of 56
+    assert choose(8192, 8192, 8192, 132) == MatmulConfig(128)
+    # 32 x 17 tiles: five rounds; 32 x 12 of 192 columns: three
+    assert choose(4096, 2176, 7168, 132).tile_n == 192
+    assert choose(128, 7168, 2048, 132).tile_n == 64  # 112 tiles instead of 56
+    assert choose(64, 7168, 16384, 132).tile_n == 128
 
 
 @pytest.fixture
@@ -312,7 +314,7 @@ def test_kernel(
         assert torch.equal(matmul(a, b, out_dtype=dtype), found)
 
 
-@pytest.mark.parametrize("config", [MatmulConfig(tile_n) for tile_n in TILE_COLS], ids=str)
+@pytest.mark.parametrize("config", [MatmulConfig(tile_n) for tile_n in ROUND_COST], ids=str)
 @by_format
 def test_every_configuration(
     config: MatmulConfig, format_b: BlockFormat, cuda: str, monkeypatch: pytest.MonkeyPatch

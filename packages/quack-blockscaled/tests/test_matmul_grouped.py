@@ -18,7 +18,7 @@ from quack_blockscaled import (
     quantize,
 )
 from quack_blockscaled.product import launch
-from quack_blockscaled.product.spec import TILE_COLS, MatmulConfig, MatmulSpec, choose
+from quack_blockscaled.product.spec import ROUND_COST, MatmulConfig, MatmulSpec, choose
 from quack_core import arch
 from quack_core.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from quack_core.testing import fake_cuda
@@ -113,8 +113,9 @@ def test_what_is_refused() -> None:
 
 
 def test_choices() -> None:
-    assert choose(8 * 1024, 4096, 132, 8) == choose(8192, 4096, 132)
-    assert choose(3, 4096, 132, 256).tile_n == 192  # each group has a tile of rows, however few
+    assert choose(8 * 1024, 4096, 7168, 132, 8) == choose(8192, 4096, 7168, 132)
+    # each group has a tile of rows, however few: as many rounds as of 256 x 128 rows
+    assert choose(3, 4096, 7168, 132, 256) == choose(256 * 128, 4096, 7168, 132)
     with pytest.raises(ValueError, match="groups have blocks of 128x128 and a new D"):
         MatmulSpec("bfloat16", rows_b=True, grouped=True)
 
@@ -169,7 +170,7 @@ def test_groups_against_float64(cuda: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [MatmulConfig(tile_n, band) for tile_n in TILE_COLS for band in (1, 3)], ids=str
+    "config", [MatmulConfig(tile_n, band) for tile_n in ROUND_COST for band in (1, 3)], ids=str
 )
 def test_every_configuration(
     config: MatmulConfig, cuda: str, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,8 @@ def quantize(
     tensor_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Values and scales; arguments as of `quack_blockscaled.quantize`, checked."""
+    if _direct(x, tensor_scale):
+        return launch.forward(x, format, dim, scale_rounding, element_rounding, seed, tensor_scale)
     found: tuple[Tensor, Tensor] = quantize_fwd(
         x, tensor_scale, record.text(format), dim, scale_rounding, element_rounding, seed
     )
@@ -44,8 +46,21 @@ def quantize_both(
     x: Tensor, format: BlockFormat, scale_rounding: str, tensor_scale: Tensor | None
 ) -> Parts:
     """Values and scales along the last dimension, then those along the one before it."""
+    if _direct(x, tensor_scale):
+        return launch.both(x, format, scale_rounding, tensor_scale)
     found: Parts = quantize_both_fwd(x, tensor_scale, record.text(format), scale_rounding)
     return found
+
+
+def _direct(*operands: Tensor | None) -> bool:
+    """Whether the dispatcher has nothing to do, which takes longer than small kernels: plain CUDA
+    tensors, and nobody to be told that there is no gradient."""
+    given = [each for each in operands if each is not None]
+    return (
+        given[0].is_cuda
+        and torch_op.eager(*given)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+    )
 
 
 def dequantize(
@@ -220,6 +235,8 @@ matmul_fwd = torch_op.register(
 
 def matmul(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Parts of two `BlockScaledTensor`, checked; arguments as of `product.reference.matmul`."""
+    if _direct(a, scale_a, b, scale_b):
+        return multiply.forward(a, scale_a, b, scale_b, dtype)
     found: Tensor = matmul_fwd(a, scale_a, b, scale_b, dtype)
     return found
 
@@ -245,6 +262,8 @@ def matmul_grouped(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Parts of two `BlockScaledTensor`, checked; arguments as of `product.reference.grouped`."""
+    if _direct(a, scale_a, b, scale_b, offsets):
+        return multiply.grouped(a, scale_a, b, scale_b, offsets, dtype)
     found: Tensor = matmul_grouped_fwd(a, scale_a, b, scale_b, offsets, dtype)
     return found
 

@@ -41,7 +41,7 @@ def forward(
     if 0 in (m, n, k):
         return d if accumulate else d.zero_()
     spec = MatmulSpec(torch_op.dtype_name(dtype), scale_b.shape[0] == n, accumulate)
-    _run(spec, choose(m, n, _sms(a.get_device())), a, scale_a, b[None], scale_b[None], d)
+    _run(spec, choose(m, n, k, _sms(a.get_device())), a, scale_a, b[None], scale_b[None], d)
     return d
 
 
@@ -59,7 +59,7 @@ def grouped(
     if 0 in (m, n, k, groups):
         return d.zero_()
     spec = MatmulSpec(torch_op.dtype_name(dtype), grouped=True)
-    config = choose(m, n, _sms(a.get_device()), groups)
+    config = choose(m, n, k, _sms(a.get_device()), groups)
     _run(spec, config, a, scale_a, b, scale_b, d, offsets.contiguous())
     return d
 

@@ -259,7 +259,9 @@ class MatmulSm90:
         shape = thr_mma.partition_shape_C((TILE_M, config.tile_n))
         of_part = thr_mma.partition_shape_C((TILE_M, config.tile_n // self.spec.parts))
         sums = cute.make_rmem_tensor(shape, Float32)
-        parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(self.spec.parts))
+        at_once = const_expr(config.at_once(self.spec))
+        count = const_expr(self.spec.parts * at_once)
+        parts = tuple(cute.make_rmem_tensor(of_part, Float32) for _ in range(count))
         first_row = group * ATOM_M + fragment.first_row(thread)
         of_stage = scaling.of_columns if self.spec.rows_b else scaling.of_blocks
         phase, work, lane = barrier.full_phase(), cute.arch.block_idx()[0], thread % WARP
@@ -273,7 +275,7 @@ class MatmulSm90:
             walk = (barriers, phase, steps, self.stages, ALONE, Cluster(Int32(0), Int32(0)))
             row = first_row + place.row % UNIT if const_expr(self.spec.grouped) else first_row
             factors = functools.partial(of_stage, self.spec, config, held, thread, row)
-            how = {"factors": factors, "rota": rota}
+            how = {"factors": factors, "rota": rota, "at_once": at_once}
             phase = ring.multiply_promoted(mma, sums, parts, rA, rB, *walk, **how)
             self._store(mma_of_group, out, sums, place, group, thread)
             work += cute.arch.grid_dim()[0]

@@ -20,11 +20,12 @@ UNIT = 4
 """Scales in 16 bytes: TMA begins at multiples of that."""
 PIECE_COLS = 32
 """Columns that a warpgroup stores at a time."""
-TILE_COLS = (192, 128, 64)
-"""Widths of tiles."""
-FIXED_COLS = 35
-"""A tile takes as long as that many more columns would. Source: on one H200, four products of 4096x4096x7168
-to 8192x8192x8192 took 1.39 times as long for a round of tiles of 192 columns as for one of 128."""
+ROUND_COST = {128: 1.0, 192: 1.55, 64: 0.79}
+"""How long rounds of tiles of so many columns take. Source: on one H200, products of 4096x2176x7168 to
+8192x8192x8192."""
+FEW_STEPS = 32
+"""Of K, up to which the narrowest tiles are considered: with 64 rows, 7168 columns and 128 steps they took
+1.3 times as long as wider ones, as more CTAs read the same rows."""
 BARRIER_BYTES = 2048
 """For barriers, and what alignment takes."""
 
@@ -81,14 +82,19 @@ class MatmulConfig:
         group: rows of tiles that are worked on together, for L2.
     """
 
-    tile_n: int = 192
+    tile_n: int = 128
     group: int = 8
 
     def __post_init__(self) -> None:
-        if self.tile_n not in TILE_COLS:
-            raise ValueError(f"tile_n={self.tile_n}: must be one of {TILE_COLS}")
+        if self.tile_n not in ROUND_COST:
+            raise ValueError(f"tile_n={self.tile_n}: must be one of {tuple(ROUND_COST)}")
         if self.group < 1:
             raise ValueError(f"group={self.group}: must be at least 1")
+
+    def at_once(self, spec: MatmulSpec) -> int:
+        """Stages of a warpgroup's turn: while the sums of one are added, the next one is multiplied. Two
+        of wide tiles leave no registers."""
+        return 2 if spec.parts == 1 and self.tile_n <= BLOCK else 1
 
     @property
     def scale_cols(self) -> int:
@@ -137,19 +143,19 @@ def is_built(a: BlockFormat, b: BlockFormat) -> bool:
     return same and a.block == ROWS and b.block in (ROWS, SQUARES)
 
 
-def choose(m: int, n: int, sms: int, groups: int = 1) -> MatmulConfig:
+def choose(m: int, n: int, k: int, sms: int, groups: int = 1) -> MatmulConfig:
     """The configuration whose rounds of tiles take the shortest time.
 
     Args:
         m, n: of D.
+        k: elements that are summed.
         sms: of the device.
         groups: of rows, whose sizes are on the device: taken as equal.
     """
     down = groups * -(-m // (groups * TILE_M))
+    found = [cols for cols in ROUND_COST if cols > ATOM_M or k <= FEW_STEPS * BLOCK]
 
-    def columns(tile_n: int) -> int:
-        rounds = -(-down * -(-n // tile_n) // sms)
-        return rounds * (tile_n + FIXED_COLS)
+    def cost(tile_n: int) -> float:
+        return -(-down * -(-n // tile_n) // sms) * ROUND_COST[tile_n]
 
-    # Of equals the widest: it reads the least.
-    return MatmulConfig(min(TILE_COLS, key=columns))
+    return MatmulConfig(min(found, key=cost))

@@ -214,48 +214,82 @@ def multiply_promoted(
     turn: Int32 | None = None,
     factors: cutlass.Constexpr[Factors | None] = None,
     rota: Rota | None = None,
+    at_once: cutlass.Constexpr[int] = 1,
 ) -> Phase:
     """``multiply``, with the sum of each stage added in full float32: the tensor cores of Hopper keep
     about 14 bits of sums of 8-bit products.
 
     While some sums are added, others keep the tensor cores busy: those of another part of the tile's
-    columns, or of another warpgroup, where they take turns at stages. The former is faster where sums
-    are added as they are, the latter where they are multiplied by factors. No instruction is under way
-    from one stage to the next, or else the compiler makes all of them wait for one another.
+    columns, of the next stage, or of another warpgroup, where they take turns. Parts of columns are
+    faster where sums are added as they are, turns where they are multiplied by factors. No instruction
+    is under way from one turn to the next, or else the compiler makes all of them wait for one another.
 
     Args:
         sums: of all columns, part after part.
-        parts: registers for a stage's sums, of a part of the columns each.
-        rB: (instruction, parts, k, stages).
+        parts: registers for a stage's sums, of a part of the columns each; and so on for each stage of
+            a turn.
+        rB: (instruction, parts of columns, k, stages).
         factors: what sums are multiplied by before they are added; None: nothing. Asked for a stage
             once that is full, and for each part while the tensor cores are busy with it.
         rota: of warpgroups that share the tile; None: they take no turns.
+        at_once: stages of a turn; what is left over is multiplied one by one.
     """
-    size = const_expr(cute.size(parts[0]))
-    for _ in cutlass.range(count, unroll=1):
-        barrier.wait(ring.full, phase)
-        stage = phase.stage
-        if const_expr(factors is not None):  # or else descriptors are moved one by one
-            stage = cute.arch.make_warp_uniform(stage)
-        if const_expr(rota is not None):
-            barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
-        for c in cutlass.range_constexpr(len(parts)):
-            _multiply_part(mma, parts[c], rA, rB, c, stage)
-        if const_expr(rota is not None):
-            barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
-        of_part = factors(phase.stage) if const_expr(factors is not None) else None
-        for c in cutlass.range_constexpr(len(parts)):
-            scales = of_part(c) if const_expr(of_part is not None) else [()] * size
-            warpgroup.wait_group(len(parts) - 1 - c)
-            if const_expr(c == len(parts) - 1):
-                release(ring, phase, shape, at)
-            for i in cutlass.range_constexpr(size):
-                total: Any = sums[c * size + i]
-                sums[c * size + i] = total + math.prod(scales[i], start=parts[c][i])
-        phase = barrier.next_phase(phase, stages)
+    how = (ring, stages, shape, at, factors, rota)
+    last = count % at_once
+    for _ in cutlass.range(count // at_once, unroll=1):
+        phase, mma = _turn(mma, sums, parts, rA, rB, phase, *how, at_once)
+    if const_expr(at_once > 1):
+        few = parts[: len(parts) // at_once]
+        for _ in cutlass.range(last, unroll=1):
+            phase, mma = _turn(mma, sums, few, rA, rB, phase, *how, 1)
     if const_expr(turn is not None):
         barrier.arrive_numbered(Int32(turn), TWO_WARPGROUPS)
     return phase
+
+
+@cute.jit
+def _turn(
+    mma: cute.TiledMma,
+    sums: cute.Tensor,
+    parts: tuple[cute.Tensor, ...],
+    rA: cute.Tensor,
+    rB: cute.Tensor,
+    phase: Phase,
+    ring: Ring,
+    stages: cutlass.Constexpr[int],
+    shape: cutlass.Constexpr[tuple[int, int]],
+    at: Cluster,
+    factors: cutlass.Constexpr[Factors | None],
+    rota: Rota | None,
+    at_once: cutlass.Constexpr[int],
+) -> tuple[Phase, cute.TiledMma]:
+    """So many stages of `multiply_promoted`; returns the phase behind them, and the instruction."""
+    size, columns = const_expr(cute.size(parts[0])), const_expr(len(parts) // at_once)
+    phases = [phase]
+    for _ in cutlass.range_constexpr(at_once - 1):
+        phases.append(barrier.next_phase(phases[-1], stages))
+    for s in cutlass.range_constexpr(at_once):
+        barrier.wait(ring.full, phases[s])
+        stage = phases[s].stage
+        if const_expr(factors is not None):  # or else descriptors are moved one by one
+            stage = cute.arch.make_warp_uniform(stage)
+        if const_expr(rota is not None and s == 0):
+            barrier.sync_numbered(rota.mine, TWO_WARPGROUPS)
+        for c in cutlass.range_constexpr(columns):
+            _multiply_part(mma, parts[s * columns + c], rA, rB, c, stage)
+    if const_expr(rota is not None):
+        barrier.arrive_numbered(rota.next, TWO_WARPGROUPS)
+    of_stages = [factors(one.stage) for one in phases] if const_expr(factors is not None) else None
+    for p in cutlass.range_constexpr(len(parts)):
+        s, c = const_expr(p // columns), const_expr(p % columns)
+        scales = of_stages[s](c) if const_expr(of_stages is not None) else [()] * size
+        warpgroup.wait_group(len(parts) - 1 - p)
+        if const_expr(c == columns - 1):
+            release(ring, phases[s], shape, at)
+        for i in cutlass.range_constexpr(size):
+            total: Any = sums[c * size + i]
+            sums[c * size + i] = total + math.prod(scales[i], start=parts[p][i])
+    return barrier.next_phase(phases[-1], stages), mma
 
 
 @cute.jit
