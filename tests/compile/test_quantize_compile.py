@@ -18,14 +18,14 @@ from quack_blockscaled.formats import (
     BlockFormat,
 )
 from quack_blockscaled.quantizer.bits import carrier
-from quack_blockscaled.quantizer.spec import TILE, VECTOR, WIDEST, QuantizeSpec, configure
+from quack_blockscaled.quantizer.spec import TILE, VECTOR, WIDEST, QuantizeSpec
 from quack_core import arch as arches
 from quack_core import env
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
 
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
-CONFIG = configure(ARCH)
+CONFIG = QuantizeSpec("bfloat16", FP8_BLOCK_1X128).configure(ARCH)
 DTYPES = ["bfloat16", "float16", "float32"]
 NAME = {"ids": lambda format: format.name}
 TILES = FP8_BLOCK_128X128
