@@ -97,7 +97,9 @@ def rounded(numbers: list[Float32], dtype: Any) -> cute.Tensor:
         wide[i] = number
     if dtype is Float32:
         words = cute.recast_tensor(wide, Int32)
-        return convert.registers([convert.ON.at_most(words[i], bits.NAN) for i in range(len(numbers))])
+        return convert.registers(
+            [convert.ON.at_most(words[i], bits.NAN) for i in range(len(numbers))]
+        )
     narrow = cute.make_rmem_tensor(len(numbers), dtype)
     narrow.store(wide.load().to(dtype))
     words = cute.recast_tensor(narrow, Int32)

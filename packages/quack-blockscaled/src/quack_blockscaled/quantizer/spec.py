@@ -74,7 +74,6 @@ class QuantizeSpec:
         """Whether elements may exceed the largest number by more than the rounding of their scale."""
         return self.format.scale == UE4M3 or self.scale_rounding in ("floor", "even")
 
-
     def configure(self, arch: Arch) -> "QuantizeConfig":
         """For an architecture: those after SM90 convert to every element."""
         return QuantizeConfig(native=arch.capability >= (10, 0))
