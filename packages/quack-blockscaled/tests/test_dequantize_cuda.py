@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quack_blockscaled import BlockScaledTensor, dequantize, elements, quantize, sizes
+from quack_blockscaled import BlockScaledTensor, dequantize, elements, quantize
 from quack_blockscaled.formats import (
     E2M1,
     E2M3,
@@ -38,9 +38,9 @@ FLOATS = (0.0, -0.0, 1.0, -3.0, 0.1, math.inf, -math.inf, 2.0**-149, 1e-40, 2.0*
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-def check(x: BlockScaledTensor) -> None:
+def check(x: BlockScaledTensor, moved: BlockScaledTensor | None = None) -> None:
     """x is on the CPU; its GPU copy gives the same numbers, in the same order in memory."""
-    moved = x.to("cuda")
+    moved = x.to("cuda") if moved is None else moved
     for dtype in DTYPES:
         found, expected = dequantize(moved, dtype), dequantize(x, dtype)
         assert_bitwise(found.cpu(), expected, f"{x.format.name} {dtype}")
@@ -129,11 +129,13 @@ def test_shapes_of_tiles(dim: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("format", ALL, **NAME)
 def test_views(format: BlockFormat) -> None:
     """They are copied, whatever begins where: parts of rows, of columns, a turned one, one matrix."""
-    x = quantize(
-        torch.randn(3, 384, 640), format, per_tensor_scale=2.5 if format.per_tensor else None
-    )
-    for part in (x[:, 128:], x[..., 128:512], x[1:, :, :256], x.mT[:, 128:], x[1], x.contiguous()):
-        check(part)
+    scale = 2.5 if format.per_tensor else None
+    x = quantize(torch.randn(3, 384, 640), format, per_tensor_scale=scale)
+    moved = x.to("cuda")
+    for index in ((...,), (slice(1, None),), (1,), (..., slice(128, None), slice(128, 512))):
+        check(x[index], moved[index])
+        check(x[index].mT, moved[index].mT)
+    check(x.contiguous(), moved.contiguous())
 
 
 def test_what_lies_anywhere() -> None:
@@ -151,15 +153,21 @@ def test_there_and_back_on_the_gpu(format: BlockFormat) -> None:
         assert_bitwise(q.dequantize().cpu(), q.to("cpu").dequantize())
 
 
+def bytes_of(part: Tensor) -> Tensor:
+    """What torch can pad, which are not its small floats."""
+    return part.contiguous().view(torch.uint8)
+
+
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP6_E3M2, NVFP4, FP8_BLOCK_1X128], **NAME)
 def test_past_2_to_the_31_elements(format: BlockFormat) -> None:
     last = quantize(torch.randn(1, 4096), format)
     moved = last.to("cuda")
     rows = 2**31 // 4096 + 1
-    values = torch.zeros(rows, moved.values.shape[1], dtype=torch.uint8, device="cuda")
-    scales = torch.zeros(sizes.scales_shape((rows, 4096), format, -1), device="cuda")
-    values, scales = values.view(moved.values.dtype), scales.to(moved.scales.dtype)
-    values[-1:], scales[-1:] = moved.values, moved.scales
+    parts = [
+        torch.nn.functional.pad(bytes_of(x), (0, 0, rows - 1, 0))
+        for x in (moved.values, moved.scales)
+    ]
+    values, scales = parts[0].view(moved.values.dtype), parts[1].view(moved.scales.dtype)
     x = BlockScaledTensor(values, scales, format, -1, moved.tensor_scale, BF16)
     found = x.dequantize()
     assert_bitwise(found[-1:].cpu(), last.dequantize(BF16))
@@ -168,9 +176,9 @@ def test_past_2_to_the_31_elements(format: BlockFormat) -> None:
 
 def test_tiles_past_2_to_the_31_elements() -> None:
     last = quantize(torch.randn(128, 128), FP8_BLOCK_128X128)
-    values = torch.zeros(128, 2**24 + 128, dtype=torch.uint8, device="cuda").view(last.values.dtype)
-    scales = torch.zeros(1, 2**17 + 1, device="cuda")
-    values[:, -128:], scales[:, -1:] = last.values.cuda(), last.scales.cuda()
+    values = torch.nn.functional.pad(bytes_of(last.values.cuda()), (2**24, 0))
+    values = values.view(last.values.dtype)
+    scales = torch.nn.functional.pad(last.scales.cuda(), (2**17, 0))
     found = BlockScaledTensor(values, scales, FP8_BLOCK_128X128, -1, None, BF16).dequantize()
     assert_bitwise(found[:, -128:].cpu(), last.dequantize(BF16))
     assert not found[:, :-128].any()

@@ -90,7 +90,7 @@ def numbers(
     out = empty_numbers(values, format, dim, dtype)
     if out.numel() == 0:
         return out
-    codes = _readable(values.transpose(dim, -1))
+    codes = _readable(values.transpose(dim, -1).view(torch.uint8))
     flat = _flat((codes, _in_order(scales.transpose(dim, -1), format)), format)
     whole = None if tensor_scale is None else tensor_scale.reshape(1)
     turned = out.transpose(dim, -1)
@@ -166,7 +166,7 @@ def _in_order(scales: Tensor, format: BlockFormat) -> Tensor:
     """Scales with the quantised dimension last, in the memory order that `empty_scales` has but for
     the padding."""
     if not format.by_column:
-        return scales.contiguous()
+        return (scales if scales.itemsize > 1 else scales.view(torch.uint8)).contiguous()
     columns = scales.reshape(-1, scales.shape[-1]).mT
     return columns.contiguous().mT if columns.stride(-1) != 1 else columns.mT
 
