@@ -58,7 +58,7 @@ def elements(format: ElementFormat, held: cute.Tensor, at: Int64, count: int) ->
         halves = [bits.widened(half, format) for half in bits.unpaired(words[0])]
         even, odd = (_numbers(half, kind, count // 2) for half in halves)
         found = [number for pair in zip(even, odd, strict=True) for number in pair]
-    return [number * (1 / bits.shrink(format)) for number in found]
+    return [number * (1 / bits.shrink(format)) for number in found]  # powers of two: exact
 
 
 def step(format: BlockFormat, stored: Any, whole: Float32 | None) -> Float32:

@@ -138,7 +138,7 @@ class DequantizeConfig:
 
     Args:
         threads: of a CTA.
-        unroll: vectors that a thread has in flight, of blocks of one row.
+        unroll: vectors that a thread has in flight; those of a CTA divide a block of 128x128.
     """
 
     threads: int = 256
