@@ -128,7 +128,7 @@ def test_shapes_of_tiles(dim: int, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("format", ALL, **NAME)
 def test_views(format: BlockFormat) -> None:
-    """They are copied, whatever begins where: parts of rows, of columns, a turned one, one matrix."""
+    """They are copied, wherever they begin: parts of rows, of columns, one matrix, turned ones."""
     scale = 2.5 if format.per_tensor else None
     x = quantize(torch.randn(3, 384, 640), format, per_tensor_scale=scale)
     moved = x.to("cuda")

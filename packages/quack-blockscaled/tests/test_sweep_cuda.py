@@ -1,4 +1,4 @@
-"""All floats, and ten million blocks of each format, through the quantisers: the bits of the reference.
+"""All floats, and ten million blocks of each format, through the quantisers: bits of the reference.
 
 The reference runs on the GPU as well, in pieces, after it was compared with itself on the CPU.
 

@@ -204,8 +204,9 @@ def words(values: cute.Tensor, at: Int64, size: int) -> cute.Tensor:
 
 
 def arguments(x: str, format: BlockFormat) -> tuple[Any, ...]:
-    """Symbolic numbers, values (uint8), scales (uint8 or float32) and the scale of the tensor: contiguous,
-    of one dimension, but scales of a format that has them by column; columns and the seed."""
+    """Symbolic numbers, values (uint8), scales (uint8 or float32) and the scale of the tensor:
+    contiguous, of one dimension, but scales of a format that has them by column; columns and the
+    seed."""
     count = sym_int64(divisibility=format.cols)
     numbers = symbolic(x, (count,), align=ALIGN, contiguous=True)
     packed = sym_int64(divisibility=format.packed(format.cols))

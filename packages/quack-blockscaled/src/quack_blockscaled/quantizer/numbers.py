@@ -14,8 +14,8 @@ from .spec import DequantizeConfig, DequantizeSpec
 class Dequantize:
     """Elements times the step of their block: the scale, times that of the tensor if there is one.
 
-    Threads: each has vectors whose numbers are 16 bytes; those of neighbouring lanes lie beside each
-    other. Blocks of several rows have CTAs of their own.
+    Threads: each has vectors whose numbers are 16 bytes; those of neighbouring lanes lie beside
+    each other. Blocks of several rows have CTAs of their own.
     Traffic: elements, scales and numbers, once each.
     """
 
