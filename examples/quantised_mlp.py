@@ -63,7 +63,7 @@ def as_numbers(format: BlockFormat) -> Product:
     def rounded(x: Tensor) -> Tensor:
         # NVFP4: the largest element of the tensor gets the largest element and the largest scale.
         scale = x.abs().amax() / (6.0 * 448.0) if format.per_tensor else None
-        return quantize(x.cpu(), format, per_tensor_scale=scale).dequantize().to(x.device)
+        return quantize(x, format, per_tensor_scale=scale).dequantize()
 
     return lambda x, weight: rounded(x) @ rounded(weight).mT
 

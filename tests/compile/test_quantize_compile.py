@@ -1,4 +1,4 @@
-"""Quantising kernels, compiled for one architecture: what holds before they ever run.
+"""Kernels that quantise, and back, compiled for one architecture: what holds before they ever run.
 
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from quack_blockscaled.formats import (
+    E4M3,
+    E8M0,
+    FLOAT32,
     FORMATS,
     FP8_BLOCK_1X128,
     FP8_BLOCK_128X128,
@@ -18,14 +21,14 @@ from quack_blockscaled.formats import (
     BlockFormat,
 )
 from quack_blockscaled.quantizer.bits import carrier
-from quack_blockscaled.quantizer.spec import TILE, VECTOR, WIDEST, QuantizeSpec, configure
+from quack_blockscaled.quantizer.spec import TILE, VECTOR, WIDEST, DequantizeSpec, QuantizeSpec
 from quack_core import arch as arches
 from quack_core import env
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
 
 ARCH = arches.get(env.get("QUACK_COMPILE_ARCH"))
-CONFIG = configure(ARCH)
+CONFIG = QuantizeSpec("bfloat16", FP8_BLOCK_1X128).configure(ARCH)
 DTYPES = ["bfloat16", "float16", "float32"]
 NAME = {"ids": lambda format: format.name}
 TILES = FP8_BLOCK_128X128
@@ -33,9 +36,11 @@ HELD = TILE[0] * TILE[1] // CONFIG.threads
 """Elements of a thread, of a tile."""
 
 
-def compiled(spec: QuantizeSpec, folder: Path) -> tuple[Compiled, cubin.StaticFacts]:
+def compiled(
+    spec: QuantizeSpec | DequantizeSpec, folder: Path
+) -> tuple[Compiled, cubin.StaticFacts]:
     """A kernel that does not spill, and what is seen of it."""
-    found = compile_kernel(spec.module, spec, CONFIG, ARCH, dump_dir=folder)
+    found = compile_kernel(spec.module, spec, spec.configure(ARCH), ARCH, dump_dir=folder)
     facts = cubin.static_facts(found.cubin, found.ptx)
     assert not facts.spills
     return found, facts
@@ -98,6 +103,37 @@ def test_columns(format: BlockFormat, copies: str, x: str, tmp_path: Path) -> No
     # Codes are turned in shared memory by accesses of 8 and 16 bytes.
     assert facts.accesses["STS"][64] == VECTOR
     assert facts.accesses["LDS"][128] >= TILE[0] * TILE[1] // CONFIG.threads // 16
+
+
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("format", FORMATS.values(), **NAME)
+def test_dequantize(format: BlockFormat, out: str, tmp_path: Path) -> None:
+    spec = DequantizeSpec(out, format)
+    kernel, facts = compiled(spec, tmp_path)
+    # As many threads as an SM takes, each with four vectors on their way.
+    assert facts.usage.registers <= ARCH.registers_per_sm // ARCH.max_threads_per_sm
+    # Numbers are 16 bytes a thread, and codes as many; of 6 bits two words that hold them.
+    assert facts.store_bits == {128}
+    codes = 32 if format.element.bits == 6 else spec.vector * format.element.bits
+    whole = {32} if format.per_tensor else set()
+    assert facts.load_bits == {codes, format.scale.bits} | whole
+    text = kernel.ptx or ""
+    count = spec.configure(ARCH).unroll * spec.vector
+    element = carrier(format.element).name
+    # Scales in e4m3 take a conversion each.
+    other = spec.configure(ARCH).unroll if format.scale.name == "ue4m3" else 0
+    assert len(re.findall(rf"cvt\.rn\.f16x2\.{element}x2", text)) == count // 2 + other
+    # One float32 operation of IEEE 754 for each product, one rounding.
+    factors = (format.element.bits < 8) + 1
+    assert len(re.findall(r"\bmul\.(?:rn\.)?f32", text)) == factors * count + bool(whole) * other
+    assert not re.findall(r"\.ftz|\.approx|\bdiv\.(?:full|rn)|\bfma\.", text)
+
+
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("cols", [8, 512])
+def test_dequantize_blocks_of_your_own(cols: int, out: str, tmp_path: Path) -> None:
+    for scale in (E8M0, FLOAT32):
+        compiled(DequantizeSpec(out, BlockFormat("mine", E4M3, scale, (1, cols))), tmp_path)
 
 
 @pytest.mark.parametrize("rule", ["floor", "ceil", "even"])

@@ -1,6 +1,8 @@
 """All 2**32 floats to every element, against ml_dtypes: minutes each, so not among the tests.
 
 pytest packages/quack-blockscaled/tests/sweep_elements.py
+
+That kernels convert alike is what `test_sweep_cuda.py` shows, on a GPU.
 """
 
 import numpy as np

@@ -19,8 +19,9 @@ from quack_blockscaled.formats import (
     ElementFormat,
 )
 from quack_blockscaled.quantizer import bits
-from quack_blockscaled.quantizer.spec import QuantizeSpec, is_built
+from quack_blockscaled.quantizer.spec import DequantizeSpec, QuantizeSpec, is_built
 from quack_core.errors import UnsupportedError
+from quack_core.testing.compare import assert_bitwise
 
 MAGNITUDES = 1 << 31
 ELEMENTS = [E4M3, E5M2, E3M2, E2M3, E2M1]
@@ -92,6 +93,31 @@ def test_inverses_are_those_of_the_reference() -> None:
     assert torch.equal(found[:-1], expected[:-1]) and found[-1].isnan()
 
 
+def test_steps_are_those_of_the_reference() -> None:
+    codes = torch.arange(256, dtype=torch.int32)
+    steps = scales.decode(codes.to(torch.uint8).view(torch.float8_e8m0fnu), formats.MXFP8_E4M3)
+    found = bits.step(codes, CPU).view(torch.float32)
+    assert torch.equal(found[:-1], steps[:-1]) and found[-1].isnan()
+
+
+@pytest.mark.parametrize("element", NARROW, **NAME)
+def test_codes_of_the_carrier_are_the_same_numbers(element: ElementFormat) -> None:
+    codes = torch.arange(1 << element.bits, dtype=torch.int32)
+    wide = bits.widened(codes, element) & 0xFF
+    numbers = elements.decode(wide.to(torch.uint8), bits.carrier(element)) / bits.shrink(element)
+    assert_bitwise(numbers, elements.decode(codes.to(torch.uint8), element))
+    assert torch.equal(bits.narrowed(wide, element), codes)
+
+
+@pytest.mark.parametrize("element", NARROW, **NAME)
+def test_bytes_of_codes_to_be_widened_do_not_meet(element: ElementFormat) -> None:
+    codes = torch.randint(
+        1 << element.bits, (1000, 4), generator=torch.Generator().manual_seed(1), dtype=torch.int32
+    )
+    each = bits.widened(codes, element) & 0xFF
+    assert torch.equal(bits.widened(word_of(codes), element), word_of(each))
+
+
 def shrunk(numbers: Tensor, element: ElementFormat) -> Tensor:
     """As the kernel has them, which multiplies by the scale's inverse and this at once."""
     return (numbers.view(torch.float32) * bits.shrink(element)).view(torch.int32)
@@ -155,6 +181,17 @@ def test_words_are_packed_as_the_reference_packs(element: ElementFormat) -> None
     assert torch.equal(torch.stack(found, -1), expected)
 
 
+def test_words_are_unpacked_as_the_reference_packs() -> None:
+    draw = torch.Generator().manual_seed(1)
+    codes = torch.randint(16, (100, 8), generator=draw)
+    (word,) = elements.pack(codes.to(torch.uint8), E2M1).view(torch.int32).unbind(-1)
+    for found, i in zip(bits.unpaired(word), (0, 1), strict=True):
+        assert torch.equal(found, word_of(codes[:, i::2]))
+    codes = torch.randint(64, (100, 4), generator=draw)
+    packed = torch.nn.functional.pad(elements.pack(codes.to(torch.uint8), E2M3), (0, 1), value=0xA5)
+    assert torch.equal(bits.unquads(packed.view(torch.int32).squeeze(-1)), word_of(codes))
+
+
 @pytest.mark.parametrize("element", NARROW, **NAME)
 def test_bytes_of_a_word_do_not_meet(element: ElementFormat) -> None:
     codes = torch.randint(256, (1000, 4), generator=torch.Generator().manual_seed(1))
@@ -188,6 +225,9 @@ def test_which_formats_have_a_kernel() -> None:
     for format in (odd, wide, tall, eights, scaled):
         with pytest.raises(UnsupportedError, match=rf"no kernel for {format.name}.*call \.cpu"):
             QuantizeSpec("bfloat16", format)
+        message = rf"dequantize: .*no kernel for {format.name}.*call \.cpu"
+        with pytest.raises(UnsupportedError, match=message):
+            DequantizeSpec("bfloat16", format)
 
 
 def test_names_tell_kernels_apart() -> None:

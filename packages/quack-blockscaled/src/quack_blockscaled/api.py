@@ -130,7 +130,7 @@ def supports(op: str, arch: Arch | str, format: BlockFormat) -> bool:
     target = arch if isinstance(arch, Arch) else arches.get(arch)
     if op in _PRODUCTS:
         return target.wgmma and format == FP8_BLOCK_1X128
-    return op == "quantize" and is_built(format)  # of the other one there are no kernels yet
+    return is_built(format)
 
 
 def _checked(name: str, x: Tensor, format: BlockFormat, dim: int, scale_rounding: str) -> int:

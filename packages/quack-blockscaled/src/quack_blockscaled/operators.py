@@ -12,7 +12,7 @@ from torch import Tensor
 from quack_core import torch_op
 from quack_core.errors import UnsupportedError
 
-from . import record, reference, sizes
+from . import record, reference
 from .formats import BlockFormat
 from .product import launch as multiply
 from .product import reference as multiplied
@@ -153,6 +153,17 @@ def _dequantize_cpu(
     )
 
 
+def _dequantize_cuda(
+    values: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    format: str,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return launch.numbers(values, scales, tensor_scale, record.parse(format), dim, dtype)
+
+
 def _dequantize_fake(
     values: Tensor,
     scales: Tensor,
@@ -161,20 +172,7 @@ def _dequantize_fake(
     dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    return values.new_empty(sizes.shape(values.shape, record.parse(format), dim), dtype=dtype)
-
-
-def without_kernel(name: str) -> Callable[..., Any]:
-    """The implementation on CUDA devices: there is none yet, and nothing slow takes its place."""
-
-    def refuse(x: Tensor, *_: Any) -> None:
-        raise UnsupportedError(
-            f"{name}: the operand is on {x.device}",
-            "there is no kernel for any GPU yet",
-            "call .cpu() on it first: CPU tensors run the reference",
-        )
-
-    return refuse
+    return launch.empty_numbers(values, record.parse(format), dim, dtype)
 
 
 def _no_gradient(name: str) -> Callable[..., None]:
@@ -211,7 +209,7 @@ dequantize_fwd = torch_op.register(
     "dequantize_fwd(Tensor values, Tensor scales, Tensor? tensor_scale, str format, int dim, "
     "ScalarType dtype) -> Tensor",
     cpu=_dequantize_cpu,
-    cuda=without_kernel("dequantize"),
+    cuda=_dequantize_cuda,
     fake=_dequantize_fake,
     backward=_no_gradient("dequantize"),
 )

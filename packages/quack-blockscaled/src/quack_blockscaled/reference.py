@@ -107,10 +107,12 @@ def dequantize(
     per_tensor_scale: float | Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The numbers that elements and scales stand for, in float32, then rounded to ``dtype``.
+    """The numbers that elements and scales stand for, in float32, then rounded to ``dtype``; in memory
+    with ``dim`` last.
 
     With e8m0 scales, products are exact. Close to the largest float32 they may overflow to Inf, where
-    elements were rounded up.
+    elements were rounded up. Each NaN has the bits of ``torch.nan``, whatever it came from: 0x7fc00000,
+    0x7fc0 in bfloat16, 0x7e00 in float16.
 
     Args:
         values, scales, per_tensor_scale: parts as `quantize` gives them.
@@ -142,7 +144,8 @@ def dequantize(
     codes = elements.unpack(_rows(values, dim).view(torch.uint8), format.element)
     steps = _steps(_rows(scales, dim), format, whole)
     blocks = _cut(elements.decode(codes, format.element), format) * steps[..., :, None, :, None]
-    return _turn(blocks.flatten(-2).flatten(-3, -2), values.dim(), dim).contiguous().to(dtype)
+    found = blocks.flatten(-2).flatten(-3, -2).to(dtype)
+    return _turn(found.masked_fill_(found.isnan(), math.nan), values.dim(), dim)
 
 
 def _steps(found: Tensor, format: BlockFormat, whole: Tensor | None) -> Tensor:

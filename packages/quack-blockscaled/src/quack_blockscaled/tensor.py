@@ -83,15 +83,20 @@ class BlockScaledTensor:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as numbers, each rounded once: the one way to a tensor of torch.
 
+        CUDA tensors run a kernel, where `supports` says so; CPU tensors run the reference, whose bits
+        the kernel's are, those of NaN included. What lies in memory otherwise than `quantize` made it,
+        such as a slice, is copied first.
+
         Args:
             dtype: float32, bfloat16 or float16; by default that of what was quantised.
 
         Returns:
-            Of shape ``shape``.
+            Of shape ``shape``, in memory with ``dim`` last, as the values of `quantize` are: contiguous
+            if that is the last dimension.
 
         Raises:
             DTypeError: names the dtypes that there are.
-            UnsupportedError: on a GPU there is no kernel yet; names the way out.
+            UnsupportedError: on a GPU there is no kernel for the format; names the way out.
         """
         if dtype is not None:
             torch_op.check_dtype("dequantize", "dtype", dtype)

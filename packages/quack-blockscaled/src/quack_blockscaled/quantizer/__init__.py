@@ -1,1 +1,1 @@
-"""Kernels that quantise: one family for all architectures."""
+"""Kernels that quantise, and that make numbers of it again: one family for all architectures."""

@@ -83,6 +83,12 @@ def inverse(code: Any, on: Arithmetic) -> Any:
     return on.where(code > 254, bits * 0 + NAN, bits)
 
 
+def step(code: Any, on: Arithmetic) -> Any:
+    """2**(code - 127), a float32's bits; NaN of the code of NaN."""
+    bits = on.where(code < 1, code * 0 + SUBNORMAL, code << MANTISSA)
+    return on.where(code > 254, bits * 0 + NAN, bits)
+
+
 def carrier(element: ElementFormat) -> ElementFormat:
     """The format of 8 bits by whose conversion an element is made where it has none of its own.
 
@@ -140,6 +146,17 @@ def narrowed(word: Any, element: ElementFormat) -> Any:
     return (word >> shift & _each(low)) | (word >> 7 - above & _each(top))
 
 
+def widened(word: Any, element: ElementFormat) -> Any:
+    """The inverse: four codes in the low bits of each byte as codes of the carrier.
+
+    Args:
+        word: bits above a code, but below the next byte, are 0.
+    """
+    above = element.exponent_bits + element.mantissa_bits
+    shift = carrier(element).mantissa_bits - element.mantissa_bits
+    return ((word & _each((1 << above) - 1)) << shift) | ((word & _each(1 << above)) << 7 - above)
+
+
 def pairs(even: Any, odd: Any) -> Any:
     """Eight codes of 4 bits side by side.
 
@@ -149,10 +166,21 @@ def pairs(even: Any, odd: Any) -> Any:
     return even | odd << 4
 
 
+def unpaired(word: Any) -> tuple[Any, Any]:
+    """The inverse: the even and the odd ones of eight codes of 4 bits, as of `narrowed`."""
+    return word & _each(15), word >> 4 & _each(15)
+
+
 def quads(word: Any) -> Any:
     """Four codes of 6 bits, as of `narrowed`, side by side in the low 24 bits."""
     word = (word & 0x003F003F) | (word >> 2 & 0x0FC00FC0)
     return (word & 0xFFF) | (word >> 4 & 0xFFF000)
+
+
+def unquads(word: Any) -> Any:
+    """The inverse; what lies above the low 24 bits does not matter."""
+    word = (word & 0xFFF) | ((word & 0xFFF000) << 4)
+    return (word & 0x003F003F) | ((word & 0x0FC00FC0) << 2)
 
 
 def joined(groups: list[Any]) -> list[Any]:

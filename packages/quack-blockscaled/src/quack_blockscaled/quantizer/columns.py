@@ -303,8 +303,8 @@ def _vector(words: cute.Tensor, first: Int32, block: Int32) -> cute.Tensor:
 
 def build(spec: QuantizeSpec, config: QuantizeConfig) -> tuple[QuantizeColumns, tuple]:
     """The kernel and its symbolic arguments."""
-    x, values, scales, *_ = convert.arguments(spec)
-    other_values, other_scales = convert.arguments(spec)[1:3]
+    x, values, scales, *_ = convert.arguments(spec.x, spec.format)
+    other_values, other_scales = convert.arguments(spec.x, spec.format)[1:3]
     rows = (other_values, other_scales) if spec.copies == "both" else None
     sizes = (Int32(0), Int32(0), Int32(0))
     return QuantizeColumns(spec, config), (x, rows, (values, scales), *sizes)

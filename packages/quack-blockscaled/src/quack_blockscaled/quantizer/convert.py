@@ -19,7 +19,7 @@ from quack_core.device import copy, reduce
 from quack_core.jit.compile import symbolic
 from quack_core.jit.dsl import make_fake_compact_tensor, sym_int, sym_int64
 
-from ..formats import E2M1, E8M0, FLOAT32, SMALLEST_FLOAT32, ElementFormat
+from ..formats import E2M1, E8M0, FLOAT32, SMALLEST_FLOAT32, BlockFormat, ElementFormat
 from . import bits
 from .spec import QuantizeSpec
 
@@ -203,22 +203,23 @@ def words(values: cute.Tensor, at: Int64, size: int) -> cute.Tensor:
     return cute.recast_tensor(cute.make_tensor(start, cute.make_layout(size)), Int32)
 
 
-def arguments(spec: QuantizeSpec) -> tuple[Any, ...]:
-    """Symbolic x, values (uint8), scales (uint8 or float32) and the scale of the tensor: contiguous,
-    of one dimension, but scales of a format that has them by column; columns and the seed."""
-    count = sym_int64(divisibility=spec.format.cols)
-    x = symbolic(spec.x, (count,), align=ALIGN, contiguous=True)
-    packed = sym_int64(divisibility=spec.format.packed(spec.format.cols))
-    if spec.format.element.bits == 8:
+def arguments(x: str, format: BlockFormat) -> tuple[Any, ...]:
+    """Symbolic numbers, values (uint8), scales (uint8 or float32) and the scale of the tensor:
+    contiguous, of one dimension, but scales of a format that has them by column; columns and the
+    seed."""
+    count = sym_int64(divisibility=format.cols)
+    numbers = symbolic(x, (count,), align=ALIGN, contiguous=True)
+    packed = sym_int64(divisibility=format.packed(format.cols))
+    if format.element.bits == 8:
         packed = count
     scales = _bytes(sym_int64(), 1)
-    if spec.format.by_column:
+    if format.by_column:
         scales = symbolic("float32", (sym_int(), sym_int()), align=4)
-    elif spec.format.scale == FLOAT32:
+    elif format.scale == FLOAT32:
         scales = symbolic("float32", (sym_int64(),), align=4, contiguous=True)
-    per_tensor = "float32" if spec.format.per_tensor else None
+    per_tensor = "float32" if format.per_tensor else None
     tensor_scale = symbolic(per_tensor, (1,), align=4, contiguous=True)
-    return x, _bytes(packed, ALIGN), scales, tensor_scale, Int32(0), Int64(0)
+    return numbers, _bytes(packed, ALIGN), scales, tensor_scale, Int32(0), Int64(0)
 
 
 @cute.jit

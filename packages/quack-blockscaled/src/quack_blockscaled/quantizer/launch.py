@@ -1,4 +1,4 @@
-"""Quantising CUDA tensors: allocate, find the kernel, launch."""
+"""Quantising CUDA tensors, and back: allocate, find the kernel, launch."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from quack_core.jit import cache
 
 from .. import sizes
 from ..formats import BlockFormat
-from .spec import VECTOR, QuantizeSpec, configure, has_columns
+from .spec import VECTOR, DequantizeSpec, QuantizeSpec, has_columns
 
 ALIGN = 16
 Pair = tuple[Tensor, Tensor]
@@ -70,6 +70,39 @@ def both(
         return *rows, *columns
     given = (scale_rounding, "nearest-even", None, tensor_scale)
     return *forward(x, format, -1, *given), *forward(x, format, -2, *given)
+
+
+def numbers(
+    values: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    format: BlockFormat,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `reference.dequantize`, on CUDA tensors; values and scales are copied unless they lie as
+    `empty` makes them.
+
+    Raises:
+        UnsupportedError: there is no kernel for the format; names the way out.
+    """
+    spec = DequantizeSpec(torch_op.dtype_name(dtype), format)
+    out = empty_numbers(values, format, dim, dtype)
+    if out.numel() == 0:
+        return out
+    codes = _readable(values.transpose(dim, -1).view(torch.uint8))
+    flat = _flat((codes, _in_order(scales.transpose(dim, -1), format)), format)
+    whole = None if tensor_scale is None else tensor_scale.reshape(1)
+    turned = out.transpose(dim, -1)
+    columns = min(turned.shape[-1], 2**31 - 1)  # as of rows
+    _kernel(spec, values.get_device())(*flat, whole, turned.view(-1), columns)
+    return out
+
+
+def empty_numbers(values: Tensor, format: BlockFormat, dim: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of values, to be written: in memory with ``dim`` last, as values are."""
+    shape = _turned(sizes.shape(values.shape, format, dim), dim)
+    return values.new_empty(shape, dtype=dtype).transpose(dim, -1)
 
 
 def empty(x: Tensor, format: BlockFormat, dim: int) -> Pair:
@@ -129,6 +162,15 @@ def _readable(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGN else x
 
 
+def _in_order(scales: Tensor, format: BlockFormat) -> Tensor:
+    """Scales with the quantised dimension last, in the memory order that `empty_scales` has but for
+    the padding."""
+    if not format.by_column:
+        return (scales if scales.itemsize > 1 else scales.view(torch.uint8)).contiguous()
+    columns = scales.reshape(-1, scales.shape[-1]).mT
+    return columns.contiguous().mT if columns.stride(-1) != 1 else columns.mT
+
+
 def _flat(stored: Pair, format: BlockFormat) -> Pair:
     """Values and scales as kernels take them: bytes of one dimension; scales likewise, or float32, or
     (blocks of a row, rows)."""
@@ -145,9 +187,9 @@ def _name(x: Tensor) -> str:
 
 
 @functools.cache
-def _kernel(spec: QuantizeSpec, device: int) -> Callable[..., None]:
+def _kernel(spec: QuantizeSpec | DequantizeSpec, device: int) -> Callable[..., None]:
     """Finding a kernel reads source files."""
     target = arch.detect(device)
     with torch_workspace.relaxed_capture():
-        found: Callable[..., None] = cache.load(spec.module, spec, configure(target), target)
+        found: Callable[..., None] = cache.load(spec.module, spec, spec.configure(target), target)
     return found

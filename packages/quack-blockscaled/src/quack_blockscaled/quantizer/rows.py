@@ -126,4 +126,4 @@ class QuantizeRows:
 
 def build(spec: QuantizeSpec, config: QuantizeConfig) -> tuple[QuantizeRows, tuple]:
     """The kernel and its symbolic arguments."""
-    return QuantizeRows(spec, config), convert.arguments(spec)
+    return QuantizeRows(spec, config), convert.arguments(spec.x, spec.format)

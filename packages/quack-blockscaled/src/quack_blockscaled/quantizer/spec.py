@@ -1,4 +1,4 @@
-"""What a quantising kernel computes, and how: frozen records, without torch or the DSL."""
+"""What kernels that quantise, and back, compute, and how: frozen records, without torch or the DSL."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,8 @@ VECTOR = 8
 WIDEST = 16
 """Elements that a thread has side by side in a row."""
 WARP = 32
+ACCESS_BITS = 128
+"""Of the widest access to memory."""
 TILE = (128, 128)
 """Of blocks of several rows: 64 elements for each of 256 threads."""
 
@@ -46,14 +48,7 @@ class QuantizeSpec:
                 "kernels are for elements of 8 bits, to the nearest",
                 "quantize x.mT.contiguous() along rows",
             )
-        if not is_built(self.format):
-            raise UnsupportedError(
-                f"quantize: there is no kernel for {self.format.name}",
-                f"kernels are for blocks of 1x{VECTOR} to 1x{WIDEST * WARP} (a power of two, at "
-                f"least {WIDEST} where elements have fewer than 8 bits) and of 128x128, elements of 8 "
-                "bits with scales e8m0 or float32, of 6 with e8m0, of 4 with e8m0 or ue4m3",
-                "call .cpu() on x first: CPU tensors run the reference",
-            )
+        check_built("quantize", self.format)
 
     @property
     def name(self) -> str:
@@ -79,6 +74,48 @@ class QuantizeSpec:
         """Whether elements may exceed the largest number by more than the rounding of their scale."""
         return self.format.scale == UE4M3 or self.scale_rounding in ("floor", "even")
 
+    def configure(self, arch: Arch) -> "QuantizeConfig":
+        """For an architecture: those after SM90 convert to every element."""
+        return QuantizeConfig(native=arch.capability >= (10, 0))
+
+
+@dataclass(frozen=True)
+class DequantizeSpec:
+    """Numbers of blocks that a quantising kernel can make, in row-major order.
+
+    Args:
+        out: dtype of the numbers.
+        format: of values and scales.
+
+    Raises:
+        UnsupportedError: there is no kernel for the format; names the way out.
+    """
+
+    out: str
+    format: BlockFormat
+
+    def __post_init__(self) -> None:
+        check_built("dequantize", self.format)
+
+    @property
+    def name(self) -> str:
+        """As profilers show it."""
+        return f"dequantize_{self.format.name}_{dtypes.short(self.out)}"
+
+    @property
+    def module(self) -> str:
+        """Where the kernel is."""
+        return f"{__package__}.numbers"
+
+    @property
+    def vector(self) -> int:
+        """Elements that a thread has side by side: numbers of 16 bytes, which are one access."""
+        return ACCESS_BITS // dtypes.width(self.out)
+
+    def configure(self, arch: Arch) -> "DequantizeConfig":
+        """For an architecture: none of them matters, what the kernel needs all of them have."""
+        return DequantizeConfig()
+
 
 @dataclass(frozen=True)
 class QuantizeConfig:
@@ -95,13 +132,37 @@ class QuantizeConfig:
     native: bool = False
 
 
-def configure(arch: Arch) -> QuantizeConfig:
-    """For an architecture: those after SM90 convert to every element."""
-    return QuantizeConfig(native=arch.capability >= (10, 0))
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """How the vectors are spread.
+
+    Args:
+        threads: of a CTA.
+        unroll: vectors that a thread has in flight; those of a CTA divide a block of 128x128.
+    """
+
+    threads: int = 256
+    unroll: int = 4
+
+
+def check_built(name: str, format: BlockFormat) -> None:
+    """That there are kernels for a format.
+
+    Raises:
+        UnsupportedError: there are none; names the way out.
+    """
+    if not is_built(format):
+        raise UnsupportedError(
+            f"{name}: there is no kernel for {format.name}",
+            f"kernels are for blocks of 1x{VECTOR} to 1x{WIDEST * WARP} (a power of two, at "
+            f"least {WIDEST} where elements have fewer than 8 bits) and of 128x128, elements of 8 "
+            "bits with scales e8m0 or float32, of 6 with e8m0, of 4 with e8m0 or ue4m3",
+            "call .cpu() on x first: CPU tensors run the reference",
+        )
 
 
 def is_built(format: BlockFormat) -> bool:
-    """Whether there is a kernel for a format."""
+    """Whether there are kernels for a format: one that quantises, and one that makes numbers again."""
     kind = (format.scale, format.per_tensor)
     wide = format.element in (E4M3, E5M2) and kind in ((E8M0, False), (FLOAT32, False))
     six = format.element in (E2M3, E3M2) and kind == (E8M0, False)

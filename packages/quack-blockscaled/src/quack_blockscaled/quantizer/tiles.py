@@ -91,4 +91,4 @@ class QuantizeTiles:
 
 def build(spec: QuantizeSpec, config: QuantizeConfig) -> tuple[QuantizeTiles, tuple]:
     """The kernel and its symbolic arguments."""
-    return QuantizeTiles(spec, config), convert.arguments(spec)
+    return QuantizeTiles(spec, config), convert.arguments(spec.x, spec.format)
