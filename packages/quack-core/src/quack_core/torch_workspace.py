@@ -28,8 +28,7 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +51,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """Zeroed integers of a device, and the address of the semaphore that says when a graph is gone.
 
     CUDA raises it by calling ``sem_post`` from a thread of its own, which needs neither Python's
