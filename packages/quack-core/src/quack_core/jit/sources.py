@@ -89,18 +89,12 @@ def imported(hashes: dict[str, str]) -> None:
 
 def find(module: str) -> Path | None:
     """Source file of a module, found without importing it; None if there is none."""
-    top, *rest = module.split(".")
+    top, *inside = module.split(".")
     folders, path = _top(top)
-    for i, part in enumerate(rest):
-        path = None
-        for folder in folders:
-            candidates = [os.path.join(folder, part, "__init__.py")]
-            if i == len(rest) - 1:
-                candidates.append(os.path.join(folder, f"{part}.py"))
-            path = next(filter(os.path.isfile, candidates), None)
-            if path is not None:
-                break
-        folders = [os.path.join(folder, part) for folder in folders]
+    if inside:
+        places = [os.path.join(folder, *inside) for folder in folders]
+        files = (place + end for place in places for end in (f"{os.sep}__init__.py", ".py"))
+        path = next(filter(os.path.isfile, files), None)
     return None if path is None else Path(path)
 
 
@@ -144,10 +138,12 @@ def _imports(text: bytes) -> frozenset[tuple[int, str, str]]:
         before = code[code.rfind("\n", 0, match.start()) + 1 : match.start()]
         origin = _FROM.match(before)
         dotted = "" if origin is None else "".join(origin[1].split())
-        names = _COMMENT.sub("", match["names"] if match["inside"] is None else match["inside"])
+        inside = match["inside"]
+        names = match["names"] if inside is None else _COMMENT.sub("", inside)
         base = dotted.lstrip(".")
         for each in names.split(","):
-            name = "".join(re.split(r"\bas\b", each)[0].split())
+            words = each.split()
+            name = "".join(words[: words.index("as")] if "as" in words else words)
             if not dotted:
                 found.add((0, name, ""))
             elif name:
