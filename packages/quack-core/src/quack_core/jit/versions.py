@@ -5,7 +5,7 @@ import functools
 import importlib.metadata
 import platform
 import sys
-import sysconfig
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 FLAVOURS = (13, 12)
@@ -53,8 +53,8 @@ def flavour() -> str:
 
 def python() -> str:
     """Interpreter, version and binary interface."""
-    tag = sysconfig.get_config_var("SOABI") or ""
-    return f"{sys.implementation.name} {platform.python_version()} {tag}".strip()
+    # The first suffix names the interface; `sysconfig` does too, but takes 1 ms to load.
+    return f"{sys.implementation.name} {platform.python_version()} {EXTENSION_SUFFIXES[0]}"
 
 
 def host() -> str:
