@@ -35,7 +35,6 @@ from torch import Tensor
 
 from quack_core import driver
 from quack_core.errors import DeviceError
-from quack_core.jit import policy
 
 CAPTURING = "a CUDA graph is being captured, which would stall for seconds"
 """Why no kernel is compiled then."""
@@ -98,11 +97,12 @@ def relaxed_capture() -> Iterator[None]:
     """``driver.relaxed_capture``; and where this stream is the one that records, a kernel that would
     have to be compiled raises JitForbiddenError instead, before anything of the capture is lost.
     """
-    recording = _is_capturing is not None and _is_capturing()
-    with (
-        driver.relaxed_capture(),
-        policy.forbidden(CAPTURING) if recording else contextlib.nullcontext(),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(driver.relaxed_capture())
+        if _is_capturing is not None and _is_capturing():
+            from quack_core.jit import policy
+
+            stack.enter_context(policy.forbidden(CAPTURING))
         yield
 
 
