@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quack_core import arch, driver, dtypes, torch_workspace
+from quack_core import arch, driver, dtypes, occupancy, torch_workspace
 from quack_core.jit import cache
 
 from .config import RowConfig
@@ -95,8 +95,6 @@ def on_device(launch: Launcher, device: int) -> Launcher:
 
 def resident_groups(device: int, spec: Any, chosen: Any) -> int:
     """Clusters that are on the device together."""
-    from quack_core import occupancy  # few rows do without
-
     sizes = (chosen.cluster, chosen.num_threads, chosen.smem_bytes(spec))
     return occupancy.resident_clusters(device, *sizes, registers=chosen.registers)
 
