@@ -37,6 +37,9 @@ class Key(NamedTuple):
     digest: str
     record: dict[str, Any]
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
 
 class Kernel(NamedTuple):
     """A kernel as something to compile: the same for the cache, workers and warming up.
