@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quack_core import arch, torch_op
+from quack_norm.ops.rmsnorm import bwd_rules, rules
 from quack_norm.ops.rmsnorm import launch as launches
-from quack_norm.ops.rmsnorm import rules
-from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 
 from .norm import dtype_of, judge, poison, row_chunks, size
 from .peers import ALLOCATES, compiled_for_one_shape
@@ -199,13 +200,14 @@ def spec_of(case: Case) -> RMSNormFwdSpec | RMSNormBwdSpec:
 
 def default_config(case: Case) -> Any:
     """The configuration that the rule chooses here."""
-    rule = rules.default_bwd if is_backward(case) else rules.default_fwd
+    rule = bwd_rules.default_bwd if is_backward(case) else rules.default_fwd
     return rule(spec_of(case), arch.detect())  # type: ignore[arg-type]
 
 
 def candidates(case: Case) -> list[Any]:
     """Configurations to compare it with."""
-    return list(rules.candidates(spec_of(case), arch.detect()))
+    all_of = bwd_rules.candidates if is_backward(case) else rules.candidates
+    return list(all_of(spec_of(case), arch.detect()))  # type: ignore[arg-type]
 
 
 def public(case: Case) -> Launch:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from quack_core import arch, torch_op
+from quack_norm.ops.rmsnorm import bwd_rules, rules
 from quack_norm.ops.rmsnorm import launch as launches
-from quack_norm.ops.rmsnorm import rules
-from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 
 from .norm import EPS, BwdBuffers, FwdBuffers, dtype_of, problem
 from .peers import variants as peers
@@ -44,13 +45,14 @@ def spec_of(case: Case) -> RMSNormFwdSpec | RMSNormBwdSpec:
 
 def default_config(case: Case) -> Any:
     """The configuration that the rule chooses here."""
-    rule = rules.default_bwd if case.op == "rmsnorm_bwd" else rules.default_fwd
+    rule = bwd_rules.default_bwd if case.op == "rmsnorm_bwd" else rules.default_fwd
     return rule(spec_of(case), arch.detect())  # type: ignore[arg-type]
 
 
 def candidates(case: Case) -> list[Any]:
     """Configurations to compare it with."""
-    return list(rules.candidates(spec_of(case), arch.detect()))
+    all_of = bwd_rules.candidates if case.op == "rmsnorm_bwd" else rules.candidates
+    return list(all_of(spec_of(case), arch.detect()))  # type: ignore[arg-type]
 
 
 def public(case: Case) -> Launch:

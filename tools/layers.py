@@ -61,7 +61,7 @@ class Module:
 
     @property
     def is_pure(self) -> bool:
-        return self.name in PURE or self.name.rpartition(".")[2] in PURE_NAMES
+        return self.name in PURE or self.name.rpartition(".")[2].removeprefix("bwd_") in PURE_NAMES
 
     @property
     def package(self) -> str:

@@ -20,8 +20,10 @@ from quack_gemm.config import GemmConfig
 from quack_gemm.spec import GemmSpec
 from quack_norm.ops.cross_entropy import rules as cross_entropy
 from quack_norm.ops.cross_entropy.spec import CrossEntropyBwdSpec, CrossEntropyFwdSpec, RescaleSpec
+from quack_norm.ops.rmsnorm import bwd_rules as rmsnorm_bwd
 from quack_norm.ops.rmsnorm import rules as rmsnorm
-from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 from quack_norm.ops.row_map import rules
 from quack_norm.ops.softmax import config as softmax
 from quack_norm.ops.softmax.spec import SoftmaxBwdSpec, SoftmaxFwdSpec
@@ -51,7 +53,7 @@ def rms_fwd_config(spec: RMSNormFwdSpec) -> Any:
 
 
 def rms_bwd_config(spec: RMSNormBwdSpec) -> Any:
-    return rmsnorm.default_bwd(spec, ARCH)
+    return rmsnorm_bwd.default_bwd(spec, ARCH)
 
 
 def ce_config(spec: CrossEntropyFwdSpec) -> Any:

@@ -17,9 +17,12 @@ from quack_core.arch import Arch
 from quack_core.errors import UnsupportedError
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
-from quack_norm.ops.rmsnorm.config import BwdConfig, FwdConfig
-from quack_norm.ops.rmsnorm.rules import default_bwd, default_fwd
-from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm.bwd_config import BwdConfig
+from quack_norm.ops.rmsnorm.bwd_rules import default_bwd
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.config import FwdConfig
+from quack_norm.ops.rmsnorm.rules import default_fwd
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 

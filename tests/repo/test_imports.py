@@ -66,6 +66,20 @@ result = [name for name in {HEAVY} if name in sys.modules]
     assert fresh_python(code) == []
 
 
+def test_a_forward_loads_neither_backward_nor_compiler(fresh_python):
+    """A process that finds its kernels on disk starts without them; torch knows both operators."""
+    found = fresh_python("""
+import torch, quack_norm
+quack_norm.rmsnorm(torch.ones(2, 8))
+unused = [name for name in sys.modules if name.startswith("quack_norm.ops.rmsnorm.bwd")]
+for name in ("compile", "operators", "policy", "pool"):
+    unused += [f"quack_core.jit.{name}"] * (f"quack_core.jit.{name}" in sys.modules)
+operators = torch.ops.quack_norm
+result = unused, [str(operators.rmsnorm_fwd.default), str(operators.rmsnorm_bwd.default)]
+""")
+    assert found == [[], ["quack_norm.rmsnorm_fwd.default", "quack_norm.rmsnorm_bwd.default"]]
+
+
 def test_every_public_name_costs_at_most_300_ms_beyond_torch(fresh_python):
     code = """
 import time, torch

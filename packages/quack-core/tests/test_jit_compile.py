@@ -1,6 +1,5 @@
 """Compiling for any architecture without a GPU, and the arguments that kernels are compiled for."""
 
-import dataclasses
 import importlib
 import logging
 import re
@@ -78,7 +77,7 @@ def test_error_names_kernel_spec_and_architecture():
 
     from quack_core.jit.compile import compile_kernel
 
-    wrong = dataclasses.replace(arch.get("sm90"), target="sm_5")
+    wrong = arch.get("sm90")._replace(target="sm_5")
     with pytest.raises(CompileError) as caught:
         compile_kernel("quack_probe.scale", ScaleSpec(64), ScaleConfig(threads=96), wrong)
     for part in ("quack_probe.scale", "sm90", "sm_5", "ScaleSpec(n=64", "threads=96"):

@@ -22,8 +22,10 @@ from quack_core.errors import (
     UnsupportedError,
 )
 from quack_norm.ops.rmsnorm.api import rmsnorm
-from quack_norm.ops.rmsnorm.rules import default_bwd, default_fwd
-from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm.bwd_rules import default_bwd
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.rules import default_fwd
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 
 
 @dataclass(frozen=True)

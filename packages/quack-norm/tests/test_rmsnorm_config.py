@@ -7,8 +7,9 @@ import pytest
 
 from quack_core import arch
 from quack_core.errors import UnsupportedError
-from quack_norm.ops.rmsnorm import config, rules
-from quack_norm.ops.rmsnorm.spec import MAX_N, RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm import bwd_rules, config, rules
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.spec import MAX_N, RMSNormFwdSpec
 from quack_norm.ops.row_map import rules as row_rules
 
 B, F = "bfloat16", "float32"
@@ -44,7 +45,7 @@ def test_defaults_fit(n: int, dtypes: tuple[str, str], gpu: arch.Arch) -> None:
     spec = backward(n, *dtypes)
     if gpu is arch.SM120 and n > 131072:
         return  # see below
-    chosen = rules.default_bwd(spec, gpu)
+    chosen = bwd_rules.default_bwd(spec, gpu)
     assert chosen.cluster <= gpu.max_cluster
     assert chosen.ctas_per_sm * (chosen.smem_bytes(spec) + 1024) <= gpu.smem_per_sm
     assert chosen.tiling(spec).cols * chosen.split >= n
@@ -117,19 +118,19 @@ def test_groups_are_what_is_resident_or_the_rows() -> None:
 @pytest.mark.parametrize("n", [128, 4096, 4095, 16384, 65536])
 def test_candidates_fit_and_begin_with_the_default(n: int, gpu: arch.Arch) -> None:
     spec, other = forward(n, B, F), backward(n, B, F)
-    ahead, back = rules.candidates(spec, gpu), rules.candidates(other, gpu)
-    assert ahead[0] == rules.default_fwd(spec, gpu) and back[0] == rules.default_bwd(other, gpu)
+    ahead, back = rules.candidates(spec, gpu), bwd_rules.candidates(other, gpu)
+    assert ahead[0] == rules.default_fwd(spec, gpu) and back[0] == bwd_rules.default_bwd(other, gpu)
     assert len(set(ahead)) == len(ahead) > 1 and len(set(back)) == len(back) > 1
     assert all(row_rules.fits(each, spec, gpu) for each in ahead)
-    assert all(rules.fits_bwd(each, other, gpu) for each in back)
+    assert all(bwd_rules.fits_bwd(each, other, gpu) for each in back)
 
 
 @pytest.mark.parametrize("n", [131080, 262139, MAX_N])
 def test_what_no_configuration_serves_says_so(n: int) -> None:
     spec = backward(n, F, F, dbias=F)
-    assert rules.default_bwd(spec, arch.SM90).split == 16
+    assert bwd_rules.default_bwd(spec, arch.SM90).split == 16
     with pytest.raises(UnsupportedError, match=f"n={n} on sm120"):
-        rules.default_bwd(spec, arch.SM120)
+        bwd_rules.default_bwd(spec, arch.SM120)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from rmsnorm_oracle import BF16, F32, Case, check
 
 from quack_core import arch, dtypes
 from quack_core.testing.inputs import Layout
-from quack_norm.ops.rmsnorm import rules
-from quack_norm.ops.rmsnorm.spec import RMSNormBwdSpec, RMSNormFwdSpec
+from quack_norm.ops.rmsnorm import bwd_rules, rules
+from quack_norm.ops.rmsnorm.bwd_spec import RMSNormBwdSpec
+from quack_norm.ops.rmsnorm.spec import RMSNormFwdSpec
 
 pytestmark = pytest.mark.sanitizer
 
@@ -85,7 +86,7 @@ def specs(case: Case) -> tuple[RMSNormFwdSpec, RMSNormBwdSpec]:
 def test_the_cases_reach_the_kernels(case: Case, fwd: str, bwd: str) -> None:
     """On SM90: what the list is for."""
     forward, backward = specs(case)
-    chosen = (rules.default_fwd(forward, arch.SM90), rules.default_bwd(backward, arch.SM90))
+    chosen = (rules.default_fwd(forward, arch.SM90), bwd_rules.default_bwd(backward, arch.SM90))
     assert [c.module.rsplit(".", 1)[1] for c in chosen] == [fwd, bwd]
 
 

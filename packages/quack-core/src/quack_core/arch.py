@@ -1,7 +1,7 @@
 """GPU architectures as frozen records: what a config may use, known without a GPU."""
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quack_core import driver, env
 from quack_core.errors import ArchError, DeviceError, ShapeError
@@ -11,8 +11,7 @@ SM_PARTITIONS = 4
 REGISTER_UNIT = 256
 
 
-@dataclass(frozen=True)
-class Arch:
+class Arch(NamedTuple):
     """Limits and features of an architecture. Sizes in bytes; counts per SM or per CTA.
 
     Args:

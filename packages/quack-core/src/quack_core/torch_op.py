@@ -5,11 +5,13 @@ Operators are defined through ``torch.library.Library``: the decorators of ``tor
 ``torch._dynamo``, which takes seconds.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -164,13 +166,22 @@ def register(
     setup_context = setup_context or _keep_nothing
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
-    qualified = f"{library.ns}::{name}"
     library.impl(name, cpu, "CPU")
     library.impl(name, cuda, "CUDA")
     library.impl(name, fake, "Meta")  # register_fake reads source files first, for milliseconds
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, library.ns), name).default
+    kernel = _differentiable(overload, Info(backward, setup_context))
+    library.impl(name, kernel, "Autograd", with_keyset=True)
     return overload
+
+
+def _differentiable(overload: torch._ops.OpOverload, info: Info) -> Callable[..., Any]:
+    """As ``torch.library.register_autograd`` registers it, but made when it is first called.
+
+    Making it takes a millisecond, which a process that only makes eager calls does not need.
+    """
+    made = functools.cache(lambda: make_autograd_impl(overload, info))
+    return lambda keyset, *args: made()(keyset, *args)
 
 
 def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:

@@ -28,15 +28,13 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quack_core import driver
 from quack_core.errors import DeviceError
-from quack_core.jit import policy
 
 CAPTURING = "a CUDA graph is being captured, which would stall for seconds"
 """Why no kernel is compiled then."""
@@ -52,8 +50,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """Zeroed integers of a device, and the address of the semaphore that says when a graph is gone.
 
     CUDA raises it by calling ``sem_post`` from a thread of its own, which needs neither Python's
@@ -100,11 +97,12 @@ def relaxed_capture() -> Iterator[None]:
     """``driver.relaxed_capture``; and where this stream is the one that records, a kernel that would
     have to be compiled raises JitForbiddenError instead, before anything of the capture is lost.
     """
-    recording = _is_capturing is not None and _is_capturing()
-    with (
-        driver.relaxed_capture(),
-        policy.forbidden(CAPTURING) if recording else contextlib.nullcontext(),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(driver.relaxed_capture())
+        if _is_capturing is not None and _is_capturing():
+            from quack_core.jit import policy
+
+            stack.enter_context(policy.forbidden(CAPTURING))
         yield
 
 

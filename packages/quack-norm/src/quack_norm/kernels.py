@@ -19,7 +19,7 @@ from quack_core.jit.models import Model
 from quack_norm.ops import rows
 from quack_norm.ops.cross_entropy import launch as ce
 from quack_norm.ops.cross_entropy import rules as ce_rules
-from quack_norm.ops.rmsnorm import call, prepare
+from quack_norm.ops.rmsnorm import bwd_prepare, bwd_rules, call, prepare
 from quack_norm.ops.rmsnorm import rules as rmsnorm_rules
 from quack_norm.ops.softmax import launch as row_softmax
 from quack_norm.ops.topk import config as topk_config
@@ -215,7 +215,7 @@ def _norm(
     grad = packed.to(result)
     passed = packed.to(stored) if prenorm else None
     wants = residual is not None and residual.requires_grad and residual.dtype != x.dtype
-    backward = prepare.backward_spec(
+    backward = bwd_prepare.backward_spec(
         h,
         weight,
         grad,
@@ -228,8 +228,8 @@ def _norm(
         per_head,
         centred,
     )
-    backward = prepare.plain_backward(backward)
-    yield _kernel(backward, rmsnorm_rules.default_bwd(backward, arch), arch)
+    backward = bwd_prepare.plain_backward(backward)
+    yield _kernel(backward, bwd_rules.default_bwd(backward, arch), arch)
 
 
 def _softmax(

@@ -18,7 +18,7 @@ from quack_core import log
 from quack_core.arch import Arch
 from quack_core.errors import StaleSourceError
 
-from . import library, policy, sources, stats, store
+from . import library, sources, stats, store
 from .keys import Kernel, Key, key, roots
 from .options import DEFAULT, Options
 
@@ -86,15 +86,19 @@ def _locked(name: Key) -> threading.Lock:
 def _find(kernel: Kernel, name: Key) -> Any:
     """From disk, else compiled and stored."""
     place = store.folder()
+    function = None if place is None else _read(kernel, name, place)
+    return _miss(kernel, name, place) if function is None else function
+
+
+def _miss(kernel: Kernel, name: Key, place: Path | None) -> Any:
+    """Compiled and stored, if the policy allows it."""
+    from . import policy
+
+    policy.check(kernel, name)
     if place is None:
-        policy.check(kernel, name)
         return _compile(kernel, name, None)
-    function = _read(kernel, name, place)
-    if function is None:
-        policy.check(kernel, name)
-        with store.lock(place, name):  # another process may have stored it meanwhile
-            function = _read(kernel, name, place) or _compile(kernel, name, place)
-    return function
+    with store.lock(place, name):  # another process may have stored it meanwhile
+        return _read(kernel, name, place) or _compile(kernel, name, place)
 
 
 def _read(kernel: Kernel, name: Key, place: Path) -> Any:

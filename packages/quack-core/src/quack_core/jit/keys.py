@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quack_core.arch import Arch
@@ -27,8 +26,7 @@ COMPILER = "quack_core.jit.compile"
 """Its sources belong to every key: they say how kernels are named and compiled."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Name of a compiled kernel.
 
     Args:
@@ -37,7 +35,10 @@ class Key:
     """
 
     digest: str
-    record: dict[str, Any] = field(repr=False, compare=False)
+    record: dict[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 class Kernel(NamedTuple):
@@ -88,7 +89,7 @@ def key(module: str, spec: Any, config: Any, arch: Arch, options: Options = DEFA
         "config": plain(config, "config"),
         "target": arch.target,
         "arch": arch.name,
-        "options": plain(options, "options"),
+        "options": options._asdict(),
         "environment": _environment(),
         "dsl": versions.dsl(),
         "flavour": versions.flavour(),

@@ -1,11 +1,10 @@
 """Compile options: the one place that decides how the DSL compiles, and so a part of every cache key."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What changes the generated code beside spec, config and architecture.
 
     Args:

@@ -19,7 +19,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from quack_core.errors import StaleSourceError
@@ -53,26 +52,24 @@ def fingerprint(roots: Iterable[str]) -> dict[str, str]:
     owners = {name.partition(".")[0] for name in roots}
     find_once = functools.cache(find)  # files may come and go between fingerprints
     hashes: dict[str, str] = {}
-    followed: set[str] = set()
     waiting = list(roots)
     while waiting:
         module = waiting.pop()
-        if module in followed:
+        if module in hashes:
             continue
-        followed.add(module)
         path = find_once(module)
         if path is None:
             _missing(module)
-        text = path.read_bytes()
+        text = _read(path)
         hashes[module] = _remember(module, path, text)
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for target in _targets(text, package):
-            if target.startswith(PREFIX) or target.partition(".")[0] in owners:
-                waiting.extend(_resolve(target, find_once))
-    for package in {parent for module in followed for parent in _parents(module)} - followed:
+        package = module if _is_package(path) else module.rpartition(".")[0]
+        for origin, name in _targets(text, package):
+            if origin.startswith(PREFIX) or origin.partition(".")[0] in owners:
+                waiting.extend(_resolve(origin, name, find_once))
+    for package in {parent for module in hashes for parent in _parents(module)} - hashes.keys():
         path = find_once(package)
         if path is not None:
-            hashes[package] = _remember(package, path, path.read_bytes())
+            hashes[package] = _remember(package, path, _read(path))
     return dict(sorted(hashes.items()))
 
 
@@ -87,21 +84,15 @@ def imported(hashes: dict[str, str]) -> None:
             _seen[module] = digest, True
 
 
-def find(module: str) -> Path | None:
+def find(module: str) -> str | None:
     """Source file of a module, found without importing it; None if there is none."""
-    top, *rest = module.split(".")
+    top, *inside = module.split(".")
     folders, path = _top(top)
-    for i, part in enumerate(rest):
-        path = None
-        for folder in folders:
-            candidates = [os.path.join(folder, part, "__init__.py")]
-            if i == len(rest) - 1:
-                candidates.append(os.path.join(folder, f"{part}.py"))
-            path = next(filter(os.path.isfile, candidates), None)
-            if path is not None:
-                break
-        folders = [os.path.join(folder, part) for folder in folders]
-    return None if path is None else Path(path)
+    if inside:
+        places = [os.path.join(folder, *inside) for folder in folders]
+        files = (place + end for place in places for end in (f"{os.sep}__init__.py", ".py"))
+        path = next(filter(os.path.isfile, files), None)
+    return path
 
 
 def _top(name: str) -> tuple[list[str], str | None]:
@@ -115,24 +106,35 @@ def _top(name: str) -> tuple[list[str], str | None]:
     return list(folders), origin if origin is not None and origin.endswith(".py") else None
 
 
-def _resolve(target: str, find_once: Callable[[str], Path | None]) -> list[str]:
-    """The module that an import names: ``package.name`` may be a module or a value in one."""
-    owner = target.rpartition(".")[0]
-    home = find_once(owner) if owner else None
-    if home is not None and home.name != "__init__.py":  # no package, so it holds values only
-        return [owner]
-    if find_once(target) is not None:
-        return [target]
-    return [] if home is None else [owner]
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
-def _targets(text: bytes, package: str) -> Iterator[str]:
-    """Absolute names that the import statements of a file name."""
+def _is_package(path: str) -> bool:
+    return path.endswith("__init__.py")
+
+
+def _resolve(origin: str, name: str, find_once: Callable[[str], str | None]) -> list[str]:
+    """The module that an import names: what a package is asked for may be a module in it."""
+    if not name:  # `import a.b`
+        origin, _, name = origin.rpartition(".")
+    home = find_once(origin) if origin else None
+    if home is not None and not _is_package(home):  # it holds values only
+        return [origin]
+    inside = f"{origin}.{name}" if origin else name
+    if find_once(inside) is not None:
+        return [inside]
+    return [] if home is None else [origin]
+
+
+def _targets(text: bytes, package: str) -> Iterator[tuple[str, str]]:
+    """Absolute module and name of every import statement of a file, as `_imports` tells them."""
+    parts = package.split(".")
     for level, base, name in _imports(text):
         if level:
-            parts = package.split(".")
             base = ".".join([*parts[: len(parts) - level + 1], *([base] if base else [])])
-        yield f"{base}.{name}" if name else base
+        yield base, name
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,10 +146,12 @@ def _imports(text: bytes) -> frozenset[tuple[int, str, str]]:
         before = code[code.rfind("\n", 0, match.start()) + 1 : match.start()]
         origin = _FROM.match(before)
         dotted = "" if origin is None else "".join(origin[1].split())
-        names = _COMMENT.sub("", match["names"] if match["inside"] is None else match["inside"])
+        inside = match["inside"]
+        names = match["names"] if inside is None else _COMMENT.sub("", inside)
         base = dotted.lstrip(".")
         for each in names.split(","):
-            name = "".join(re.split(r"\bas\b", each)[0].split())
+            words = each.split()
+            name = "".join(words[: words.index("as")] if "as" in words else words)
             if not dotted:
                 found.add((0, name, ""))
             elif name:
@@ -161,7 +165,7 @@ def _parents(module: str) -> Iterator[str]:
         yield module
 
 
-def _remember(module: str, path: Path, text: bytes) -> str:
+def _remember(module: str, path: str, text: bytes) -> str:
     """Hash of the text, after checking that a loaded module was made of the same text."""
     digest = hashlib.sha256(text).hexdigest()
     loaded = module in sys.modules
@@ -179,7 +183,7 @@ def _remember(module: str, path: Path, text: bytes) -> str:
     return digest
 
 
-def _edited_since_import(path: Path) -> bool:
+def _edited_since_import(path: str) -> bool:
     """Whether a file of ours, unseen since it was imported, was written after this module was.
 
     Ours are imported before or soon after this module. The time is counted back on the monotonic
@@ -187,7 +191,7 @@ def _edited_since_import(path: Path) -> bool:
     """
     now = time.time_ns()
     imported = now - (time.monotonic_ns() - _IMPORTED_NS)
-    return imported < path.stat().st_mtime_ns <= now
+    return imported < os.stat(path).st_mtime_ns <= now
 
 
 def _missing(module: str) -> NoReturn:

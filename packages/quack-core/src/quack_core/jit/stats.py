@@ -1,14 +1,13 @@
 """What this process did to get its kernels."""
 
-import dataclasses
+import operator
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class JitStats:
+class JitStats(NamedTuple):
     """Counts since the process started.
 
     Args:
@@ -27,8 +26,7 @@ class JitStats:
 
     def __sub__(self, before: "JitStats") -> "JitStats":
         """What happened since ``before``."""
-        names = (item.name for item in dataclasses.fields(self))
-        return JitStats(**{name: getattr(self, name) - getattr(before, name) for name in names})
+        return JitStats(*map(operator.sub, self, before))
 
 
 _now = JitStats()

@@ -13,10 +13,10 @@ from quack_core.reduction.base import ReductionBase
 from quack_core.reduction.columns import ColumnSums
 from quack_norm.ops.row_map.base import column_pointer, num_rows, slice_pointer, store_row
 
-from .config import BwdConfig
+from .bwd_config import BwdConfig
+from .bwd_spec import RMSNormBwdSpec
 from .fwd import statistics
 from .gradient import NormGradient
-from .spec import RMSNormBwdSpec
 
 
 class RMSNormBwd(NormGradient, ReductionBase):
@@ -377,7 +377,7 @@ def arguments(spec: RMSNormBwdSpec) -> tuple:
         tensor(spec.x, rows),
         tensor(spec.weight, weights),
         tensor(spec.dout, rows),
-        statistics(spec, outer),
+        statistics(outer, spec.centred),
         tensor(spec.dresidual_out, rows),
         tensor(spec.dx, rows),
         tensor(spec.dresidual, rows),

@@ -7,8 +7,8 @@ from quack_core.device import copy
 from quack_norm.ops.row_map.base import column_pointer, store_piece
 
 from .bwd import RMSNormBwd, arguments
-from .config import BwdConfig
-from .spec import RMSNormBwdSpec
+from .bwd_config import BwdConfig
+from .bwd_spec import RMSNormBwdSpec
 
 
 class RMSNormBwdLong(RMSNormBwd):

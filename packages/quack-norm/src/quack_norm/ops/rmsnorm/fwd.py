@@ -18,7 +18,7 @@ from quack_core.jit.compile import symbolic
 from quack_norm.ops.row_map.tile import RowMapTile
 
 from .config import FwdConfig
-from .spec import STATISTICS, RMSNormBwdSpec, RMSNormFwdSpec
+from .spec import STATISTICS, RMSNormFwdSpec
 
 
 class RMSNormRows:
@@ -140,7 +140,7 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
         align = spec.align if shape is rows else spec.weight_align
         return symbolic(name, shape, align=align)
 
-    rstd = statistics(spec, outer) if spec.rstd else None
+    rstd = statistics(outer, spec.centred) if spec.rstd else None
     state = None
     if config.state_ints:
         state = symbolic("int32", (config.state_ints,), align=4, contiguous=True)
@@ -159,9 +159,9 @@ def arguments(spec: RMSNormFwdSpec, config: FwdConfig) -> tuple:
     )
 
 
-def statistics(spec: RMSNormFwdSpec | RMSNormBwdSpec, outer: tuple):
+def statistics(outer: tuple, centred: bool):
     """Symbolic rstd of each row, or its ``STATISTICS``."""
-    shape = (*outer, STATISTICS) if spec.centred else outer
+    shape = (*outer, STATISTICS) if centred else outer
     return symbolic("float32", shape, align=4, contiguous=True)
 
 

@@ -6,7 +6,7 @@ from cutlass import Float32
 from quack_core.device.reduce import SUM, SUM2, Partial, Reduction, thread_sum
 from quack_core.reduction.tiling import RowTiling
 
-from .spec import RMSNormBwdSpec
+from .bwd_spec import RMSNormBwdSpec
 
 
 class NormGradient:

@@ -294,9 +294,11 @@ def _backward_cold(
         if refusal is not None and isinstance(_backward.get(key), prepare.Aligned):
             raise refusal
         with torch_workspace.relaxed_capture():
+            from . import bwd_prepare  # which a forward alone does not load
+
             moved = (h, weight, dout, dresidual_out)
             aligned = refusal is None and rows.alignment(*moved) == prepare.ALIGN
-            _backward[key] = prepare.backward(*given, weight_offset, *options, aligned, centred)
+            _backward[key] = bwd_prepare.backward(*given, weight_offset, *options, aligned, centred)
             return backward(*given, weight_offset, *options, centred)
     dx, dh, dw, db = backward(*packed, weight_offset, *options, centred)
     shape = h.shape

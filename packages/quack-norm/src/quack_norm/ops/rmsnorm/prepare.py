@@ -1,12 +1,11 @@
-"""From operands to a launcher: spec, config, kernel, and what is bound to a device."""
+"""From operands to a launcher of the forward: spec, config, kernel, and what is bound to a device."""
 
-import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quack_core import arch, torch_op, torch_workspace
+from quack_core import arch, torch_op
 from quack_core.jit import cache
 from quack_norm.ops import rows
 from quack_norm.ops.row_map.launch import (
@@ -15,12 +14,11 @@ from quack_norm.ops.row_map.launch import (
     Launcher,
     on_device,
     picker,
-    resident_groups,
     row_align,
 )
 
 from . import rules
-from .spec import RMSNormBwdSpec, RMSNormFwdSpec, full_vector
+from .spec import RMSNormFwdSpec
 
 
 def forward_spec(
@@ -40,10 +38,10 @@ def forward_spec(
         n=x.shape[-1],
         x=torch_op.dtype_name(x.dtype),
         out=torch_op.dtype_name(out_dtype or x.dtype),
-        weight=_name(_dtype(weight)),
-        bias=_name(_dtype(bias)),
-        residual=_name(_dtype(residual)),
-        residual_out=_name(residual_dtype),
+        weight=name_of(dtype_of(weight)),
+        bias=name_of(dtype_of(bias)),
+        residual=name_of(dtype_of(residual)),
+        residual_out=name_of(residual_dtype),
         rstd=want_rstd,
         centred=centred,
         offset=weight is not None and weight_offset != 0,
@@ -57,44 +55,6 @@ def plain_forward(spec: RMSNormFwdSpec) -> RMSNormFwdSpec:
     align = row_align(spec.n, spec.x, spec.out, spec.residual, spec.residual_out)
     weights = row_align(spec.n, spec.weight, spec.bias) if spec.per_head else ALIGN
     return replace(spec, align=align, weight_align=weights, in_phase=True)
-
-
-def backward_spec(
-    h: Tensor,
-    weight: Tensor | None,
-    dout: Tensor,
-    dresidual_out: Tensor | None,
-    weight_offset: float,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    dweight: bool,
-    dbias_dtype: torch.dtype | None,
-    per_head: bool,
-    centred: bool,
-) -> RMSNormBwdSpec:
-    """The spec of the backward, fully aligned; operands give dtypes and shapes only."""
-    return RMSNormBwdSpec(
-        n=h.shape[-1],
-        x=torch_op.dtype_name(h.dtype),
-        dout=torch_op.dtype_name(dout.dtype),
-        dx=torch_op.dtype_name(dx_dtype),
-        weight=_name(_dtype(weight)),
-        dweight=dweight,
-        dbias=_name(dbias_dtype),
-        dresidual_out=_name(_dtype(dresidual_out)),
-        dresidual=_name(dresidual_dtype),
-        offset=weight is not None and weight_offset != 0,
-        per_head=per_head,
-        rank=h.dim(),
-        centred=centred,
-    )
-
-
-def plain_backward(spec: RMSNormBwdSpec) -> RMSNormBwdSpec:
-    """As `plain_forward`."""
-    align = row_align(spec.n, spec.x, spec.dout, spec.dx, spec.dresidual_out, spec.dresidual)
-    weights = row_align(spec.n, spec.weight, spec.dbias) if spec.per_head else ALIGN
-    return replace(spec, align=align, weight_align=weights)
 
 
 def forward(
@@ -141,46 +101,6 @@ def forward(
     return kernel(ALIGN, ALIGN, True) if aligned and whole else Aligned(kernel, alignment)
 
 
-def backward(
-    h: Tensor,
-    weight: Tensor | None,
-    dout: Tensor,
-    rstd: Tensor,
-    dresidual_out: Tensor | None,
-    weight_offset: float,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    dweight: bool,
-    dbias_dtype: torch.dtype | None,
-    per_head: bool,
-    aligned: bool,
-    centred: bool = False,
-) -> Launcher:
-    """A launcher of the backward for rows like these; ``aligned`` as in `forward`.
-
-    Returns:
-        ``launch(h, weight, dout, rstd, dresidual_out, dx, dresidual, dweight, dbias, None, None,
-        offset, rows)``: it finds scratch, state and groups first.
-    """
-    options = (weight_offset, dx_dtype, dresidual_dtype, dweight, dbias_dtype, per_head, centred)
-    spec = backward_spec(h, weight, dout, dresidual_out, *options)
-    device = h.get_device()
-    operands = (spec.x, spec.dout, spec.dx, spec.weight, spec.dbias)
-    whole = spec.n % full_vector(*operands, spec.dresidual_out, spec.dresidual) == 0
-    contiguous = plain_backward(spec)
-    plain = (contiguous.align, contiguous.weight_align)
-
-    def kernel(align: int, weight_align: int) -> Launcher:
-        return _backward_kernel(replace(spec, align=align, weight_align=weight_align), device)
-
-    def alignment(h, weight, dout, rstd, dh, dx, dresidual, dw, db, *_):  # type: ignore[no-untyped-def]
-        if rows.are_plain(h, weight, dout, dh, dx, dresidual, dw, db):
-            return plain
-        return rows.alignment(h, dout, dh, dx, dresidual), rows.alignment(weight, dw, db)
-
-    return kernel(ALIGN, ALIGN) if aligned and whole else Aligned(kernel, alignment)
-
-
 def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     """The kernel, with groups and state if its CTAs stay."""
     target = arch.detect(device)
@@ -196,34 +116,11 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     return on_device(launch, device)
 
 
-def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
-    """The kernel, with scratch, state and groups."""
-    target = arch.detect(device)
-    chosen = rules.default_bwd(spec, target)
-    function = cache.load(chosen.module, spec, chosen, target)
-    resident, sums = resident_groups(device, spec, chosen), spec.column_sums
-    counters = torch_workspace.counters
-
-    @functools.lru_cache
-    def sizes(rows: int, heads: int) -> tuple[int, int, int]:
-        """Clusters for each head; elements of scratch; counters."""
-        groups = chosen.groups(spec, rows // heads, heads, resident)
-        return groups, chosen.work_elements(spec, groups, heads), chosen.state_ints * heads
-
-    def launch(h, weight, dout, rstd, dh, dx, dresidual, dw, db, _, __, offset, rows):  # type: ignore[no-untyped-def]
-        groups, elements, ints = sizes(rows, h.shape[1] if spec.per_head else 1)
-        work = state = None
-        if sums:  # partial sums over rows, and who arrives last
-            work, state = h.new_empty(elements, dtype=torch.float32), counters(device, ints)
-        operands = (h, weight, dout, rstd, dh, dx, dresidual, dw, db)
-        function(*operands, work, state, offset, groups)
-
-    return on_device(launch, device)
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    """None for an absent operand."""
     return None if tensor is None else tensor.dtype
 
 
-def _name(dtype: torch.dtype | None) -> str | None:
+def name_of(dtype: torch.dtype | None) -> str | None:
+    """As specs name it; None for an absent operand."""
     return None if dtype is None else torch_op.dtype_name(dtype)

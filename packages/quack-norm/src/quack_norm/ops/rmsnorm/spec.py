@@ -1,6 +1,5 @@
-"""What an RMSNorm kernel computes: frozen records that name every property the code depends on."""
+"""What a forward kernel computes: a frozen record that names every property the code depends on."""
 
-import math
 from dataclasses import dataclass
 
 from quack_core import dtypes
@@ -50,7 +49,7 @@ class RMSNormFwdSpec(Vectors):
     kept = 1  # float32 values of each column in a kernel that takes rows piece by piece
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_rows(self.n, self.rank, self.per_head, self.align, self.weight_align)
 
     @property
     def extra_registers(self) -> int:
@@ -82,59 +81,18 @@ class RMSNormFwdSpec(Vectors):
         return f"{'layer' if self.centred else 'rms'}norm_fwd_{dtypes.short(self.x)}_n{self.n}"
 
 
-@dataclass(frozen=True)
-class RMSNormBwdSpec:
-    """Backward: dh for the normalised rows and, in the same launch, dweight and dbias.
+def check_rows(n: int, rank: int, per_head: bool, *alignments: int) -> None:
+    """Check what forward and backward have in common.
 
-    ``dh = rstd * (wdy - xhat * mean(wdy * xhat)) + dresidual_out``, ``wdy = dout * (weight + offset)``.
-    ``dx`` and ``dresidual`` are dh in their own dtypes; the other fields are as in the forward.
+    Raises:
+        ValueError: a field is out of range; names it.
     """
-
-    n: int
-    x: str
-    dout: str
-    dx: str
-    weight: str | None = None
-    dweight: bool = False
-    dbias: str | None = None
-    dresidual_out: str | None = None
-    dresidual: str | None = None
-    offset: bool = False
-    per_head: bool = False
-    rank: int = 2
-    align: int = 16
-    weight_align: int = 16
-    centred: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self)
-        if self.dweight and self.weight is None:
-            raise ValueError("dweight=True needs the dtype of the weight")
-
-    @property
-    def vec(self) -> int:
-        """Elements that one thread reads together; it depends on N and the dtypes only."""
-        operands = (self.x, self.dout, self.dx, self.weight, self.dresidual_out, self.dresidual)
-        return math.gcd(full_vector(*operands), self.n)
-
-    @property
-    def column_sums(self) -> int:
-        """How many sums over rows the kernel returns: dweight, dbias."""
-        return int(self.dweight) + int(self.dbias is not None)
-
-    @property
-    def name(self) -> str:
-        """Kernel name, as profilers show it."""
-        return f"{'layer' if self.centred else 'rms'}norm_bwd_{dtypes.short(self.x)}_n{self.n}"
-
-
-def _check(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> None:
-    if not 1 <= spec.n <= MAX_N:
-        raise ValueError(f"n={spec.n}: rows have 1 to {MAX_N} elements")
-    if spec.rank not in (2, 3):
-        raise ValueError(f"rank={spec.rank}: must be 2 or 3")
-    if spec.per_head and spec.rank != 3:
+    if not 1 <= n <= MAX_N:
+        raise ValueError(f"n={n}: rows have 1 to {MAX_N} elements")
+    if rank not in (2, 3):
+        raise ValueError(f"rank={rank}: must be 2 or 3")
+    if per_head and rank != 3:
         raise ValueError("per_head=True needs rank=3")
-    for name in ("align", "weight_align"):
-        if getattr(spec, name) not in (2, 4, 8, 16):
-            raise ValueError(f"{name}={getattr(spec, name)}: must be 2, 4, 8 or 16 bytes")
+    for name, align in zip(("align", "weight_align"), alignments, strict=True):
+        if align not in (2, 4, 8, 16):
+            raise ValueError(f"{name}={align}: must be 2, 4, 8 or 16 bytes")
