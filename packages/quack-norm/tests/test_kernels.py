@@ -144,7 +144,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_listed_kernels_are_those_that_are_loaded(case, loaded):
-    for rows in (3, 40):  # on few rows and on many, where that matters
+    for rows in (3, 12, 40):  # on few rows, on some, and on many, where that matters
         name, args, kwargs = case(rows)
         results = getattr(quack_norm, name)(*args, **kwargs)
         results = results if isinstance(results, tuple) else (results,)

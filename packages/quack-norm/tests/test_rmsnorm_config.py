@@ -96,16 +96,36 @@ def test_few_rows_are_added_up_alike(n: int, gpu: arch.Arch) -> None:
             assert few.threads_per_row == chosen.threads_per_row and few.rows_per_cta == 1
             assert few.cluster == chosen.cluster and few.num_threads <= gpu.max_threads
             assert owners(few, spec) == owners(chosen, spec)
+        crowd = chosen.crowded(spec, gpu)
+        if crowd is not None:
+            assert crowd.unroll and crowd.ctas_per_sm * crowd.num_threads <= gpu.max_threads_per_sm
+            assert owners(crowd, spec) == owners(chosen, spec)
 
 
 def test_which_rows_move_otherwise_where_they_are_few() -> None:
     """Those that threads hold while they move; not those read in batches, nor odd ones."""
-    expected = {4096: True, 8192: True, 16384: False, 65536: False, 131072: True, 16383: False}
+    expected = {4096: False, 8192: True, 16384: False, 65536: False, 131072: True, 16383: False}
     found = {}
     for n in expected:
         spec = forward(n, B, F)
         found[n] = rules.default_fwd(spec, arch.SM90).for_few(spec) is not None
     assert found == expected
+
+
+def test_rows_of_which_all_would_be_on_the_gpu_at_once() -> None:
+    """16-bit rows of 4096 of one tensor, whose results are not float32."""
+    plain = [forward(4096, B, B), forward(4096, B, F)]
+    others = [
+        forward(4096, F, F),
+        dataclasses.replace(forward(4096, B, B), out=F),
+        forward(4096, B, B, centred=True),
+    ]
+    others += [forward(4096, B, B, residual=B, residual_out=B), forward(2048, B, B)]
+    others += [forward(8192, B, B), forward(4096, B, B, rank=3, per_head=True)]
+    for specs, has in ((plain, True), (others, False)):
+        for spec in specs:
+            chosen = rules.default_fwd(spec, arch.SM90)
+            assert (chosen.crowded(spec, arch.SM90) is not None) == has, spec
 
 
 def test_groups_are_what_is_resident_or_the_rows() -> None:

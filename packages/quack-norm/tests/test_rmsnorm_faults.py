@@ -155,10 +155,13 @@ def test_kn_15_rows_do_not_depend_on_the_batch(norm: Norm, n: int, rows: int, de
 
 @both_norms
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("weight", [F32, BF16], ids=str)
 @pytest.mark.parametrize("n", [4096, 8192, 8200, 16384, 32776, 65536, 131072])
-def test_kn_15_many_long_rows_and_few(norm: Norm, n: int, residual: bool, cuda: str) -> None:
+def test_kn_15_many_long_rows_and_few(
+    norm: Norm, n: int, weight: torch.dtype, residual: bool, cuda: str
+) -> None:
     """Those that wait in shared memory, and those of rings: where they are few, kernels differ."""
-    x, w = random((2000, n), BF16, cuda, seed=1), random((n,), F32, cuda, seed=2)
+    x, w = random((2000, n), BF16, cuda, seed=1), random((n,), weight, cuda, seed=2)
     r = random((2000, n), BF16, cuda, seed=3) if residual else None
 
     def run(first: int) -> tuple[torch.Tensor, ...]:
@@ -166,7 +169,7 @@ def test_kn_15_many_long_rows_and_few(norm: Norm, n: int, residual: bool, cuda: 
         return norm(x[first:], w, residual=added, prenorm=residual, **STATISTICS[norm])
 
     whole = run(0)
-    for first in (1999, 1993, 1500):
+    for first in (1999, 1993, 1500, 1200):
         for i, (found, right) in enumerate(zip(run(first), whole, strict=True)):
             assert_bitwise(found, right[first:], f"result {i} from row {first}")
 

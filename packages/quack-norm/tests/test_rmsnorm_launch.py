@@ -223,6 +223,6 @@ def test_few_rows_do_not_ask_how_many_are_resident(
     monkeypatch.setattr(row_launch.occupancy, "resident_clusters", resident)
     options = {"out_dtype": None, "residual_dtype": None, "want_rstd": False}
     for rows_, times in ((1, 0), (2, 0), (3, 1), (100, 1)):
-        x, weight = random((rows_, 4096), BF16, "cpu", seed=1), torch.ones(4096, dtype=BF16)
+        x, weight = random((rows_, 8192), BF16, "cpu", seed=1), torch.ones(8192, dtype=BF16)
         launch.forward(x, weight, None, None, 1e-6, 0.0, **options)
         assert len(asked) == times

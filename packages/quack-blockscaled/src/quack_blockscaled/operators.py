@@ -21,6 +21,17 @@ from .quantizer import launch
 _LIBRARY = torch.library.Library("quack_blockscaled", "FRAGMENT")
 
 
+def _direct(*operands: Tensor | None) -> bool:
+    """Whether the dispatcher has nothing to do, which takes longer than small kernels: plain CUDA
+    tensors, and nobody to be told that there is no gradient."""
+    given = [each for each in operands if each is not None]
+    return (
+        given[0].is_cuda
+        and torch_op.eager(*given)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+    )
+
+
 def quantize(
     x: Tensor,
     format: BlockFormat,
@@ -52,17 +63,6 @@ def quantize_both(
     return found
 
 
-def _direct(*operands: Tensor | None) -> bool:
-    """Whether the dispatcher has nothing to do, which takes longer than small kernels: plain CUDA
-    tensors, and nobody to be told that there is no gradient."""
-    given = [each for each in operands if each is not None]
-    return (
-        given[0].is_cuda
-        and torch_op.eager(*given)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
-    )
-
-
 def dequantize(
     values: Tensor,
     scales: Tensor,
@@ -72,6 +72,8 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """Parts of a `BlockScaledTensor` as numbers."""
+    if _direct(values, scales, tensor_scale):
+        return launch.numbers(values, scales, tensor_scale, format, dim, dtype)
     found: Tensor = dequantize_fwd(values, scales, tensor_scale, record.text(format), dim, dtype)
     return found
 

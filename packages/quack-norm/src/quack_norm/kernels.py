@@ -251,11 +251,10 @@ def _softmax(
 
 
 def _both(spec: Any, chosen: Any, arch: Arch) -> Iterator[Kernel]:
-    """The kernel for many rows and, where that is another one, the kernel for few."""
-    yield _kernel(spec, chosen, arch)
-    few = chosen.for_few(spec)
-    if few is not None and few != chosen:
-        yield _kernel(spec, few, arch)
+    """The kernel for most numbers of rows and, where those are others, the kernels for few."""
+    for config in dict.fromkeys((chosen, chosen.for_few(spec), chosen.crowded(spec, arch))):
+        if config is not None:
+            yield _kernel(spec, config, arch)
 
 
 def _kernel(spec: Any, config: Any, arch: Arch) -> Kernel:

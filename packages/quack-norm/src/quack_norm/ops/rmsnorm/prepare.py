@@ -105,7 +105,7 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     """The kernel, with groups and state if its CTAs stay."""
     target = arch.detect(device)
     chosen = rules.default_fwd(spec, target)
-    if not (chosen.persistent or chosen.for_few(spec)):
+    if not (chosen.persistent or chosen.for_few(spec) or chosen.crowded(spec, target)):
         return on_device(cache.load(chosen.module, spec, chosen, target), device)
     pick = picker(spec, chosen, device)
 

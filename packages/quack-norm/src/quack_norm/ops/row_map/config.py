@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from quack_core import dtypes
-from quack_core.arch import most_registers
+from quack_core.arch import Arch, most_registers
 from quack_core.reduction.tiling import WARP, RowTiling
 
 from .spec import RowSpec
@@ -17,6 +17,10 @@ LATE_WORDS = 16
 """Registers for column operands that are read after the reduction, at least those of a vector."""
 EARLY_WORDS = 8
 """Registers for column operands beside a row that waits: with more, fewer CTAs are on an SM."""
+LONG = 4096
+"""Elements of a row of which CTAs of one tile are too many for an SM."""
+CROWD = 8
+"""CTAs on an SM, if the row of each waits in shared memory."""
 LINE = 8
 """Widest accesses in a line of 128 bytes."""
 
@@ -91,6 +95,19 @@ class RowConfig:
         if self.unroll and single.tiling(spec).passes != self.unroll:
             return None
         return single
+
+    def crowded(self, spec: RowSpec, arch: Arch) -> Self | None:
+        """For a kernel of one tile, one with the same bits of which `CROWD` CTAs are on an SM; None if that
+        is not to be had. Its row waits in shared memory, which takes fewer registers: where all
+        rows are on the GPU at once with it only, it is faster, else slower."""
+        one_tile = not (self.persistent or self.unroll or self.shifted)
+        alone = self.cluster == self.rows_per_cta == 1
+        plain = len(spec.rows) == 1 and words(spec.x) < 1 and not (spec.odd or spec.per_head)
+        if not (one_tile and alone and plain and spec.n >= LONG):
+            return None
+        found = replace(self, ctas_per_sm=CROWD, unroll=self.tiling(spec).passes)
+        fits = CROWD * found.num_threads <= arch.max_threads_per_sm
+        return found if fits and found.batches(spec) == 1 else None
 
     def tiling(self, spec: RowSpec) -> RowTiling:
         n, vec = spec.n, spec.vec

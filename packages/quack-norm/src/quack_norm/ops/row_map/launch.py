@@ -11,13 +11,15 @@ from torch import Tensor
 from quack_core import arch, driver, dtypes, occupancy, torch_workspace
 from quack_core.jit import cache
 
-from .config import RowConfig
+from .config import CROWD, RowConfig
 from .spec import RowSpec
 
 Launcher = Callable[..., None]
 
 ALIGN = 16
 """Bytes of the widest access: with this alignment kernels are at their best."""
+SURELY = 4
+"""CTAs of one tile of a long row that an SM holds."""
 
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
@@ -53,12 +55,14 @@ def picker(
 ) -> Callable[[int], tuple[Launcher, Tensor | None, int]]:
     """Kernel, counters and groups for a number of rows.
 
-    Where each CTA would have one tile, the kernel is the one of one tile and the same bits.
+    Where each CTA would have one tile, the kernel is the one of one tile and the same bits; where all
+    rows are on the device at once only with ``RowConfig.crowded``, that one.
     """
     target, single, ints = arch.detect(device), chosen.for_few(spec), chosen.state_ints
+    crowd, sms = chosen.crowded(spec, target), driver.multiprocessors(device)
     counters = torch_workspace.counters
     # So many CTAs are resident whatever they need; what more are takes 10 ms to ask.
-    surely = driver.multiprocessors(device) if chosen.cluster == 1 else 0
+    surely = sms if chosen.cluster == 1 else 0
     resident = functools.cache(lambda: resident_groups(device, spec, chosen))
 
     @functools.cache
@@ -71,6 +75,8 @@ def picker(
         return chosen.groups(spec, rows, 1, resident())
 
     def pick(rows: int) -> tuple[Launcher, Tensor | None, int]:
+        if crowd is not None and SURELY * sms < rows <= CROWD * sms:
+            return kernel(crowd), None, rows
         if single is not None and (rows <= surely or rows <= resident()):
             return kernel(single), None, rows
         return kernel(chosen), counters(device, ints) if ints else None, groups(rows)

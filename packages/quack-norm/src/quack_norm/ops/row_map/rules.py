@@ -12,7 +12,7 @@ from quack_core import dtypes
 from quack_core.arch import Arch
 from quack_core.reduction.tiling import WARP
 
-from .config import HELD_VALUES, RowConfig, words
+from .config import HELD_VALUES, LONG, RowConfig, words
 from .spec import RowSpec
 
 Config = TypeVar("Config", bound=RowConfig)
@@ -20,7 +20,7 @@ Config = TypeVar("Config", bound=RowConfig)
 MIN_SHIFTED = 256
 """Shorter rows without full vectors move element by element."""
 KB = 1024
-MIN_RING = 4096
+MIN_RING = 4097
 """Elements of a row from which CTAs stay and keep the weight in registers."""
 MIN_ODD_RING = 7680
 """The same in bytes, for rows that are no whole number of vectors."""
@@ -114,7 +114,9 @@ def _ranked(spec: RowSpec) -> Iterator[RowConfig]:
     if short and several and not spec.odd:  # a warp to a CTA, with rows of its own
         threads = threads_for(spec.n, spec.vec, 32, high=WARP)
         yield RowConfig(threads, WARP // threads)
-    first = 8 if short else 32 if len(spec.rows) > 1 and spec.n > 2048 else 16
+    # Of two rows, and where columns take as many registers.
+    much = len(spec.rows) > 1 and spec.n > 2048 or words(*spec.columns) >= 1 and spec.n >= LONG
+    first = 8 if short else 32 if much else 16
     for values in (first, *(v for v in (16, 32, 128) if v > first)):
         yield from _tiles(spec, values)
 
