@@ -25,7 +25,8 @@ CASES = [
     (Case("elements one by one", (40, 33)), "fwd", "bwd"),
     (Case("pieces of memory", (11, 1001), **ALL), "fwd_shifted", "bwd"),
     (Case("pieces of memory in fp32", (11, 1001), F32, bias=F32), "fwd_shifted", "bwd"),
-    (Case("held", (801, 4096), weight=BF16), "fwd_staged", "bwd"),
+    (Case("eight CTAs on an SM", (801, 4096), weight=BF16), "fwd", "bwd"),
+    (Case("held", (801, 6144), weight=BF16), "fwd_staged", "bwd"),
     (Case("held in fp32", (401, 4096), F32, **ALL | {"residual": F32}), "fwd_staged", "bwd"),
     (Case("held, ragged", (1100, 4104), weight=BF16, bias=F32), "fwd_staged", "bwd"),
     (Case("held by a cluster", (70, 32768), **ADDED), "fwd_staged", "bwd"),
@@ -47,7 +48,8 @@ CASES = [
     (Case("heads", (5, 6, 128), per_head=True), "fwd", "bwd"),
 ]
 SHIFTED = [
-    Case("held, x unaligned", (801, 4096), x_layout=Layout.ODD_OFFSET),
+    Case("eight CTAs on an SM, x unaligned", (801, 4096), x_layout=Layout.ODD_OFFSET),
+    Case("held, x unaligned", (801, 6144), x_layout=Layout.ODD_OFFSET),
     Case(
         "held by a cluster, rows unaligned", (70, 32768), **ADDED, x_layout=Layout.ODD_ROW_STRIDED
     ),
