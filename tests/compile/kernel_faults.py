@@ -1,8 +1,10 @@
 """What can be wrong with a compiled kernel of an operator on rows, whichever the operator."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from machine_code import MachineCode
 
 from quack_core import dtypes
 from quack_core.arch import Arch
@@ -13,21 +15,43 @@ from quack_norm.ops.row_map.config import RowConfig
 SESSIONS = ("sm90", "sm100", "sm120")
 
 
-def facts_of(spec: Any, arch: Arch, compiled: Compiled) -> cubin.StaticFacts:
-    """What is known of a compiled kernel.
+def check(
+    spec: Any,
+    config: Any,
+    arch: Arch,
+    compiled: Compiled,
+    faults: Callable[[cubin.StaticFacts], Iterable[str]],
+    code: MachineCode,
+) -> None:
+    """Assert that a compiled kernel has no faults.
 
-    Every kernel is disassembled in one of the sessions: in all of them that would take most of their
+    Every kernel is disassembled in one of the sessions: in all of them that would take much of their
     time. There its machine code must access memory as its PTX does, on which the others rely.
+
+    Args:
+        faults: what is wrong, one line each, given what is known of the kernel.
+        code: checks of machine code, to be made later.
     """
-    code, text = compiled.cubin or b"", compiled.ptx or ""
-    facts = cubin.static_facts(code, text)
-    if zlib.crc32(repr(spec).encode()) % len(SESSIONS) != SESSIONS.index(arch.name):
-        return facts
-    seen = cubin.static_facts(code)
-    if getattr(spec, "n", 0) >= 64:  # of shorter rows the compiler loads no more than it needs
-        assert (facts.load_bits, facts.store_bits) == (seen.load_bits, seen.store_bits)
-    assert facts.exchanges == seen.exchanges
-    return seen
+    facts = cubin.static_facts(compiled.cubin or b"", compiled.ptx or "")
+    assert list(faults(facts)) == [], config
+
+    def faults_of_code(text: str) -> Iterator[str]:
+        accesses = cubin.accesses(text)
+        seen = cubin.StaticFacts(facts.usage, accesses, cubin.has(text, "STAS"))
+        yield from faults(seen)
+        # Of shorter rows the compiler loads no more than it needs.
+        if getattr(spec, "n", 0) >= 64 and widths(seen) != widths(facts):
+            yield f"machine code and PTX access global memory by {widths(seen)} and {widths(facts)}"
+        if seen.exchanges != facts.exchanges:
+            yield f"st.async in machine code: {seen.exchanges}, in PTX: {facts.exchanges}"
+
+    if zlib.crc32(repr(spec).encode()) % len(SESSIONS) == SESSIONS.index(arch.name):
+        code.later(compiled, config, faults_of_code)
+
+
+def widths(facts: cubin.StaticFacts) -> tuple[list[int], list[int]]:
+    """Bits of loads from global memory and of stores there."""
+    return sorted(facts.load_bits), sorted(facts.store_bits)
 
 
 def is_aligned(spec: Any, narrowest: str) -> bool:
@@ -35,13 +59,15 @@ def is_aligned(spec: Any, narrowest: str) -> bool:
     return spec.align == spec.weight_align == 16 and spec.vec * dtypes.width(narrowest) >= 128
 
 
-def faults(spec: Any, narrowest: str, config: Any, arch: Arch, compiled: Compiled) -> Iterator[str]:
+def faults(
+    spec: Any, narrowest: str, config: Any, arch: Arch, compiled: Compiled, facts: cubin.StaticFacts
+) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each.
 
     Args:
         narrowest: dtype of its narrowest operand.
+        facts: what is known of the kernel.
     """
-    facts = facts_of(spec, arch, compiled)
     yield from resource_faults(spec, config, arch, facts)
     yield from access_faults(spec, narrowest, config, facts)
     shared_by = config.tiling(spec).cluster

@@ -3,17 +3,19 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
 from quack_core.jit.compile import Compiled, compile_kernel
-from quack_core.testing import ptx
+from quack_core.testing import cubin, ptx
 from quack_norm.ops.cross_entropy import rules
 from quack_norm.ops.cross_entropy.config import BwdConfig, FwdConfig, RescaleConfig, StreamConfig
 from quack_norm.ops.cross_entropy.spec import (
@@ -82,9 +84,10 @@ BACKWARDS = [
 RESCALES = [RescaleSpec(BF16, BF16), RescaleSpec(F32, F32)]
 
 
-def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
+def faults(
+    spec: Spec, config: Config, compiled: Compiled, facts: cubin.StaticFacts
+) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    facts = kernel_faults.facts_of(spec, ARCH, compiled)
     yield from kernel_faults.resource_faults(spec, config, ARCH, facts)
     loads, stores = sorted(facts.load_bits), sorted(facts.store_bits)
     if (bits := widest(spec)) not in loads:
@@ -128,10 +131,11 @@ def named(spec: Spec) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", [*STREAMS, *STAGED, *BACKWARDS, *RESCALES], ids=named)
-def test_kernel(spec: Spec, tmp_path: Path) -> None:
+def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
     config = default_config(spec)
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
-    assert list(faults(spec, config, compiled)) == [], config
+    what = functools.partial(faults, spec, config, compiled)
+    kernel_faults.check(spec, config, ARCH, compiled, what, code)
 
 
 @pytest.mark.parametrize(("specs", "kernel"), [(STREAMS, "fwd_stream"), (STAGED, "fwd_staged")])

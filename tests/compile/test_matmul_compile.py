@@ -35,8 +35,9 @@ def test_matmul(config: MatmulConfig, spec: MatmulSpec, tmp_path: Path) -> None:
     compiled = compile_kernel(
         "quack_blockscaled.product.sm90", spec, config, ARCH, dump_dir=tmp_path
     )
-    facts, text = cubin.static_facts(compiled.cubin), cubin.sass(compiled.cubin)
+    facts, text = cubin.static_facts(compiled.cubin, compiled.ptx), cubin.sass(compiled.cubin)
     assert not facts.spills
+    assert not {"LDL", "STL"} & set(cubin.accesses(text))
     assert facts.usage.registers_per_cta(config.num_threads) <= ARCH.registers_per_sm
     # The products of a stage, 32 of K in each, and no thread waits between parts of its columns.
     groups = text.split("WARPGROUP.ARRIVE")[1:]

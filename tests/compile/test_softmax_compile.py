@@ -3,12 +3,14 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
@@ -63,7 +65,7 @@ SPECS = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-align{s.align}")
-def test_kernel(spec: Spec, tmp_path: Path) -> None:
+def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
     kind: type[FwdConfig | BwdConfig] = FwdConfig
     names = [spec.x, *spec.rows]
     if isinstance(spec, SoftmaxBwdSpec):
@@ -77,4 +79,5 @@ def test_kernel(spec: Spec, tmp_path: Path) -> None:
         return
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
     narrowest = min(names, key=dtypes.width)
-    assert list(kernel_faults.faults(spec, narrowest, config, ARCH, compiled)) == [], config
+    faults = functools.partial(kernel_faults.faults, spec, narrowest, config, ARCH, compiled)
+    kernel_faults.check(spec, config, ARCH, compiled, faults, code)
