@@ -4,15 +4,47 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 from machine_code import MachineCode
 
-from quack_core import dtypes
+from quack_core import arch as arches
+from quack_core import dtypes, env
 from quack_core.arch import Arch
+from quack_core.errors import UnsupportedError
 from quack_core.jit.compile import Compiled
 from quack_core.testing import cubin, ptx
 from quack_norm.ops.row_map.config import RowConfig
 
 SESSIONS = ("sm90", "sm100", "sm120")
+TURNS = ("sm100", "sm120")
+
+
+def in_turn(cases: Iterable[Any], config_of: Callable[[Any, Arch], Any]) -> list[Any]:
+    """Cases as parameters of a test, of which sm100 and sm120 have some in turn.
+
+    Where both have the same configuration, both compile the same program, and it is the last stage of
+    the compiler alone that differs. Of such cases each has every other one; the rest is marked
+    ``elsewhere``, which the sessions leave out: ``nox -s compile-sm120 -- -m ""`` compiles all.
+
+    Args:
+        config_of: the configuration for a case and an architecture.
+    """
+    own, found = env.get("QUACK_COMPILE_ARCH"), []
+    turn = 0
+    for case in cases:
+        configs = [_config_or_none(config_of, case, arches.get(name)) for name in TURNS]
+        alike = configs[0] is not None and configs[0] == configs[1]
+        turn += alike
+        elsewhere = alike and own in TURNS and own != TURNS[turn % 2]
+        found.append(pytest.param(case, marks=pytest.mark.elsewhere if elsewhere else ()))
+    return found
+
+
+def _config_or_none(config_of: Callable[[Any, Arch], Any], case: Any, arch: Arch) -> Any:
+    try:
+        return config_of(case, arch)
+    except UnsupportedError:
+        return None
 
 
 def check(

@@ -14,6 +14,7 @@ from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
+from quack_core.arch import Arch
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin, ptx
 from quack_norm.ops.cross_entropy import rules
@@ -114,12 +115,12 @@ def has_gradient(spec: Spec) -> bool:
     return not isinstance(spec, CrossEntropyFwdSpec) or spec.dx
 
 
-def default_config(spec: Spec) -> Config:
+def default_config(spec: Spec, arch: Arch = ARCH) -> Config:
     if isinstance(spec, CrossEntropyFwdSpec):
-        return rules.default_fwd(spec, ARCH)
+        return rules.default_fwd(spec, arch)
     if isinstance(spec, CrossEntropyBwdSpec):
-        return rules.default_bwd(spec, ARCH)
-    return rules.default_rescale(spec, ARCH)
+        return rules.default_bwd(spec, arch)
+    return rules.default_rescale(spec, arch)
 
 
 def named(spec: Spec) -> str:
@@ -129,8 +130,11 @@ def named(spec: Spec) -> str:
     return "-".join([spec.name, *fields, f"align{getattr(spec, 'align', 16)}"])
 
 
+ALL = [*STREAMS, *STAGED, *BACKWARDS, *RESCALES]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", [*STREAMS, *STAGED, *BACKWARDS, *RESCALES], ids=named)
+@pytest.mark.parametrize("spec", kernel_faults.in_turn(ALL, default_config), ids=named)
 def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
     config = default_config(spec)
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)

@@ -1,11 +1,13 @@
-"""Kernels disassembled together read as each of them does, and their faults are told."""
+"""Kernels disassembled together read as each of them does; none is left out by all sessions."""
 
 from pathlib import Path
 
+import kernel_faults
 import machine_code
 import pytest
 
 from quack_core import arch, env
+from quack_core.errors import UnsupportedError
 from quack_core.jit import blank
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin
@@ -51,3 +53,22 @@ def test_faults_are_told_with_the_name_of_the_kernel(
         code.later(kernel, "first", lambda text: [])
         code.later(kernel, "second", lambda text: ["no EXIT"] * ("EXIT" in text))
     assert list(code.faults()) == [f"{kernel.name}, second: no EXIT" for kernel in kernels]
+
+
+def test_sm100_and_sm120_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where configurations differ, or one has none, both compile; sm90 compiles all."""
+
+    def config_of(case: int, own: arch.Arch) -> int:
+        if case == 7 and own.name == "sm120":
+            raise UnsupportedError("case", "too long", "none")
+        return own.max_cluster if case == 3 else 0
+
+    found = {}
+    for name in kernel_faults.SESSIONS:
+        monkeypatch.setenv("QUACK_COMPILE_ARCH", name)
+        cases = kernel_faults.in_turn(range(10), config_of)
+        assert [case.values for case in cases] == [(i,) for i in range(10)]
+        found[name] = {case.values[0] for case in cases if not case.marks}
+    assert found["sm90"] == found["sm100"] | found["sm120"] == set(range(10))
+    assert found["sm100"] & found["sm120"] == {3, 7}
+    assert len(found["sm100"]) == len(found["sm120"]) == 6

@@ -152,7 +152,9 @@ def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", kernel_faults.in_turn(CASES, default_config), ids=lambda case: case.id
+)
 def test_kernel(case: Case, dump_dir: Path, code: MachineCode) -> None:
     if ARCH.name == "sm120" and "bwd" in case.id and case.spec.n > 131072:  # documented limit
         with pytest.raises(UnsupportedError, match="backward"):

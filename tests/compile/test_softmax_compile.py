@@ -14,6 +14,7 @@ from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
+from quack_core.arch import Arch
 from quack_core.jit.compile import compile_kernel
 from quack_norm.ops.row_map import rules
 from quack_norm.ops.softmax.config import BwdConfig, FwdConfig
@@ -63,17 +64,20 @@ SPECS = [
 ]
 
 
+def default_config(spec: Spec, arch: Arch = ARCH) -> FwdConfig | BwdConfig | None:
+    kind = FwdConfig if isinstance(spec, SoftmaxFwdSpec) else BwdConfig
+    return rules.choose(kind, replace(spec, align=16), arch)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-align{s.align}")
+@pytest.mark.parametrize(
+    "spec",
+    kernel_faults.in_turn(SPECS, default_config),
+    ids=lambda s: f"{s.name}-align{s.align}",
+)
 def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
-    kind: type[FwdConfig | BwdConfig] = FwdConfig
-    names = [spec.x, *spec.rows]
-    if isinstance(spec, SoftmaxBwdSpec):
-        kind = BwdConfig
-        names.append(spec.dx)
-    else:
-        names.append(spec.out)
-    config = rules.choose(kind, replace(spec, align=16), ARCH)
+    names = [spec.x, *spec.rows, spec.dx if isinstance(spec, SoftmaxBwdSpec) else spec.out]
+    config = default_config(spec)
     if config is None:  # documented limit
         assert ARCH.name == "sm120" and isinstance(spec, SoftmaxBwdSpec) and spec.n > 131072
         return

@@ -14,6 +14,7 @@ from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
+from quack_core.arch import Arch
 from quack_core.jit.compile import Compiled, compile_kernel
 from quack_core.testing import cubin, ptx
 from quack_norm.ops.topk.config import (
@@ -112,10 +113,14 @@ def faults(
         yield f"row offset in 32 bits: {instruction}"
 
 
+def default_config(spec: Spec, arch: Arch = ARCH) -> Config:
+    return default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", kernel_faults.in_turn(SPECS, default_config), ids=lambda s: s.name)
 def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
-    config = default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
+    config = default_config(spec)
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
     what = functools.partial(faults, spec, config, compiled)
     kernel_faults.check(spec, config, ARCH, compiled, what, code)
