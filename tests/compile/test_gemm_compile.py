@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import kernel_faults
 import pytest
 from machine_code import MachineCode
 
@@ -225,9 +226,14 @@ def test_kernel(case: tuple[GemmSpec, GemmConfig], tmp_path: Path, code: Machine
     code.later(compiled, config, functools.partial(faults_of_code, spec, config))
 
 
+def sum_config(spec: GemmSpec, arch: arches.Arch) -> SumConfig:
+    """One for all architectures."""
+    return SumConfig(1)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("slices", [1, 8])
-@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", kernel_faults.in_turn(SUMS, sum_config), ids=lambda s: s.name)
 def test_sums_of_parts(spec: GemmSpec, slices: int, tmp_path: Path, code: MachineCode) -> None:
     """Any architecture: parts come in 16 bytes at a time, and D goes out as whole vectors."""
     module, config = "quack_gemm.part_sums", SumConfig(slices)
