@@ -19,4 +19,5 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     waiting = MachineCode(arch.get(env.get("QUACK_COMPILE_ARCH")), tmp_path_factory.mktemp("code"))
     yield waiting
-    assert list(waiting.faults()) == []
+    if faults := list(waiting.faults()):
+        pytest.fail("\n".join(faults), pytrace=False)
