@@ -15,7 +15,6 @@ from quack_core.jit.compile import Compiled
 from quack_core.testing import cubin, ptx
 from quack_norm.ops.row_map.config import RowConfig
 
-SESSIONS = ("sm90", "sm100", "sm120")
 TURNS = ("sm100", "sm120")
 
 
@@ -57,8 +56,8 @@ def check(
 ) -> None:
     """Assert that a compiled kernel has no faults.
 
-    Every kernel is disassembled in one of the sessions: in all of them that would take much of their
-    time. There its machine code must access memory as its PTX does, on which the others rely.
+    Every kernel is disassembled in one session at least: there its machine code must access memory as
+    its PTX does, on which the others rely.
 
     Args:
         faults: what is wrong, one line each, given what is known of the kernel.
@@ -77,7 +76,8 @@ def check(
         if seen.exchanges != facts.exchanges:
             yield f"st.async in machine code: {seen.exchanges}, in PTX: {facts.exchanges}"
 
-    if zlib.crc32(repr(spec).encode()) % len(SESSIONS) == SESSIONS.index(arch.name):
+    # A third of them where all are compiled; the others by those of which each compiles a half.
+    if (zlib.crc32(repr(spec).encode()) % 3 == 0) == (arch.name not in TURNS):
         code.later(compiled, config, faults_of_code)
 
 
