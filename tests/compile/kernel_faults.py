@@ -28,7 +28,7 @@ def in_turn(cases: Iterable[Any], config_of: Callable[[Any, Arch], Any]) -> list
     Args:
         config_of: the configuration for a case and an architecture.
     """
-    own, found = env.get("QUACK_COMPILE_ARCH"), []
+    own, found = arches.get(env.get("QUACK_COMPILE_ARCH")).name, []
     turn = 0
     for case in cases:
         configs = [_config_or_none(config_of, case, arches.get(name)) for name in TURNS]
