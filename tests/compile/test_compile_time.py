@@ -15,6 +15,8 @@ from quack_core.jit.compile import compile_kernel
 from quack_norm import kernels
 
 ARCH = arch.get(env.get("QUACK_COMPILE_ARCH"))
+# Tracing takes most of the time, and it is the same for all architectures.
+pytestmark = [pytest.mark.exhaustive, *[pytest.mark.elsewhere] * (ARCH.name != "sm90")]
 
 
 def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -48,7 +50,6 @@ def compile_seconds(kernel: Any) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("budget", "list_kernels"), BUDGET_S.values(), ids=BUDGET_S)
 def test_compile_time_KC_10(budget: float, list_kernels: Any) -> None:
     for kernel in list_kernels():

@@ -3,17 +3,20 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
+from quack_core.arch import Arch
 from quack_core.jit.compile import Compiled, compile_kernel
-from quack_core.testing import ptx
+from quack_core.testing import cubin, ptx
 from quack_norm.ops.cross_entropy import rules
 from quack_norm.ops.cross_entropy.config import BwdConfig, FwdConfig, RescaleConfig, StreamConfig
 from quack_norm.ops.cross_entropy.spec import (
@@ -82,9 +85,10 @@ BACKWARDS = [
 RESCALES = [RescaleSpec(BF16, BF16), RescaleSpec(F32, F32)]
 
 
-def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
+def faults(
+    spec: Spec, config: Config, compiled: Compiled, facts: cubin.StaticFacts
+) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    facts = kernel_faults.facts_of(spec, ARCH, compiled)
     yield from kernel_faults.resource_faults(spec, config, ARCH, facts)
     loads, stores = sorted(facts.load_bits), sorted(facts.store_bits)
     if (bits := widest(spec)) not in loads:
@@ -111,12 +115,12 @@ def has_gradient(spec: Spec) -> bool:
     return not isinstance(spec, CrossEntropyFwdSpec) or spec.dx
 
 
-def default_config(spec: Spec) -> Config:
+def default_config(spec: Spec, arch: Arch = ARCH) -> Config:
     if isinstance(spec, CrossEntropyFwdSpec):
-        return rules.default_fwd(spec, ARCH)
+        return rules.default_fwd(spec, arch)
     if isinstance(spec, CrossEntropyBwdSpec):
-        return rules.default_bwd(spec, ARCH)
-    return rules.default_rescale(spec, ARCH)
+        return rules.default_bwd(spec, arch)
+    return rules.default_rescale(spec, arch)
 
 
 def named(spec: Spec) -> str:
@@ -126,12 +130,16 @@ def named(spec: Spec) -> str:
     return "-".join([spec.name, *fields, f"align{getattr(spec, 'align', 16)}"])
 
 
+ALL = [*STREAMS, *STAGED, *BACKWARDS, *RESCALES]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", [*STREAMS, *STAGED, *BACKWARDS, *RESCALES], ids=named)
-def test_kernel(spec: Spec, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", kernel_faults.in_turn(ALL, default_config), ids=named)
+def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
     config = default_config(spec)
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
-    assert list(faults(spec, config, compiled)) == [], config
+    what = functools.partial(faults, spec, config, compiled)
+    kernel_faults.check(spec, config, ARCH, compiled, what, code)
 
 
 @pytest.mark.parametrize(("specs", "kernel"), [(STREAMS, "fwd_stream"), (STAGED, "fwd_staged")])

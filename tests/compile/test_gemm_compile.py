@@ -3,13 +3,16 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
@@ -126,12 +129,9 @@ MULTIPLY = ("HGMMA", "QGMMA")
 
 
 def faults(spec: GemmSpec, config: GemmConfig, compiled: Compiled) -> Iterator[str]:
-    """What is wrong with a compiled kernel, one line each."""
-    code = compiled.cubin or b""
-    yield from resource_faults(spec, config, cubin.static_facts(code, compiled.ptx))
-    text = cubin.sass(code)
-    yield from multiply_faults(spec, config, text)
-    yield from copy_faults(spec, config, Counter(OPCODE.findall(text)))
+    """What is wrong with a compiled kernel, its machine code aside, one line each."""
+    facts = cubin.static_facts(compiled.cubin or b"", compiled.ptx)
+    yield from resource_faults(spec, config, facts)
     if f".target {ARCH.target}\n" not in (compiled.ptx or ""):
         yield f"not compiled for {ARCH.target}"
     if ("griddepcontrol" in (compiled.ptx or "")) != config.prefetch:
@@ -151,6 +151,14 @@ def resource_faults(spec: GemmSpec, config: GemmConfig, facts: cubin.StaticFacts
     smem_bytes = config.smem_bytes(spec)
     if smem_bytes > ARCH.smem_bytes:
         yield f"{smem_bytes} bytes of shared memory; a CTA has {ARCH.smem_bytes}"
+
+
+def faults_of_code(spec: GemmSpec, config: GemmConfig, text: str) -> Iterator[str]:
+    found = Counter(OPCODE.findall(text))
+    if local := [name for name in found if name.startswith(("LDL", "STL"))]:
+        yield f"spills: {local}"
+    yield from multiply_faults(spec, config, text)
+    yield from copy_faults(spec, config, found)
 
 
 def multiply_faults(spec: GemmSpec, config: GemmConfig, text: str) -> Iterator[str]:
@@ -211,16 +219,22 @@ def named(case: tuple[GemmSpec, GemmConfig]) -> str:
 @pytest.mark.skipif(not ARCH.wgmma, reason=f"the kernels of {ARCH.name} are not written")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_kernel(case: tuple[GemmSpec, GemmConfig], tmp_path: Path) -> None:
+def test_kernel(case: tuple[GemmSpec, GemmConfig], tmp_path: Path, code: MachineCode) -> None:
     spec, config = case
     compiled = compile_kernel("quack_gemm.sm90.kernel", spec, config, ARCH, dump_dir=tmp_path)
     assert list(faults(spec, config, compiled)) == [], config
+    code.later(compiled, config, functools.partial(faults_of_code, spec, config))
+
+
+def sum_config(spec: GemmSpec, arch: arches.Arch) -> SumConfig:
+    """One for all architectures."""
+    return SumConfig(1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("slices", [1, 8])
-@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
-def test_sums_of_parts(spec: GemmSpec, slices: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", kernel_faults.in_turn(SUMS, sum_config), ids=lambda s: s.name)
+def test_sums_of_parts(spec: GemmSpec, slices: int, tmp_path: Path, code: MachineCode) -> None:
     """Any architecture: parts come in 16 bytes at a time, and D goes out as whole vectors."""
     module, config = "quack_gemm.part_sums", SumConfig(slices)
     compiled = compile_kernel(module, SumSpec(spec), config, ARCH, dump_dir=tmp_path)
@@ -229,7 +243,12 @@ def test_sums_of_parts(spec: GemmSpec, slices: int, tmp_path: Path) -> None:
     assert facts.usage.registers <= 64  # eight CTAs of an SM
     assert max(facts.load_bits) == 128
     assert max(facts.store_bits) >= 64
-    text = cubin.sass(compiled.cubin or b"")
-    loads = [match.start() for match in re.finditer(r"LDG\.E\.128", text)]
-    assert len(loads) >= 8 * (1 + spec.gated)
-    assert bool(re.search(r"BAR\.SYNC", text)) == (slices > 1)
+    code.later(compiled, config, functools.partial(faults_of_sums, spec, slices))
+
+
+def faults_of_sums(spec: GemmSpec, slices: int, text: str) -> Iterator[str]:
+    loads = len(re.findall(r"LDG\.E\.128", text))
+    if loads < 8 * (1 + spec.gated):
+        yield f"{loads} loads of 16 bytes: too few are under way"
+    if ("BAR.SYNC" in text) != (slices > 1):
+        yield f"{slices} groups of threads add up, and barriers present: {'BAR.SYNC' in text}"

@@ -3,6 +3,7 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
@@ -136,10 +138,15 @@ def narrowest(spec: RMSNormFwdSpec | RMSNormBwdSpec) -> str:
 
 
 def faults(
-    case: Case, config: FwdConfig | BwdConfig, arch: Arch, compiled: Compiled
+    case: Case, config: FwdConfig | BwdConfig, compiled: Compiled, facts: cubin.StaticFacts
 ) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    return kernel_faults.faults(case.spec, narrowest(case.spec), config, arch, compiled)
+    return kernel_faults.faults(case.spec, narrowest(case.spec), config, ARCH, compiled, facts)
+
+
+def facts_of(compiled: Compiled) -> cubin.StaticFacts:
+    """What its machine code says of a kernel."""
+    return cubin.static_facts(compiled.cubin or b"")
 
 
 @pytest.fixture(scope="session")
@@ -148,8 +155,10 @@ def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_kernel(case: Case, dump_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "case", kernel_faults.in_turn(CASES, default_config), ids=lambda case: case.id
+)
+def test_kernel(case: Case, dump_dir: Path, code: MachineCode) -> None:
     if ARCH.name == "sm120" and "bwd" in case.id and case.spec.n > 131072:  # documented limit
         with pytest.raises(UnsupportedError, match="backward"):
             default_config(case, ARCH)
@@ -160,7 +169,8 @@ def test_kernel(case: Case, dump_dir: Path) -> None:
         found.append(crowd)
     for config in found:
         compiled = compile_kernel(config.module, case.spec, config, ARCH, dump_dir=dump_dir)
-        assert list(faults(case, config, ARCH, compiled)) == [], config
+        what = functools.partial(faults, case, config, compiled)
+        kernel_faults.check(case.spec, config, ARCH, compiled, what, code)
 
 
 @pytest.mark.exhaustive
@@ -183,7 +193,8 @@ def test_storing_statistics_changes_no_product(n: int, x: str, dump_dir: Path) -
 def test_spills_are_found(dump_dir: Path) -> None:
     case, config = fwd("too few threads", 10240, weight=None), FwdConfig(32)
     compiled = compile_kernel(config.module, case.spec, config, ARCH, dump_dir=dump_dir)
-    assert any(line.startswith("spills: a frame") for line in faults(case, config, ARCH, compiled))
+    found = list(faults(case, config, compiled, facts_of(compiled)))
+    assert any(line.startswith("spills: a frame") for line in found)
 
 
 def test_narrow_accesses_are_found(dump_dir: Path) -> None:
@@ -192,7 +203,7 @@ def test_narrow_accesses_are_found(dump_dir: Path) -> None:
     config = FwdConfig(128)
     compiled = compile_kernel(config.module, case.spec, config, ARCH, dump_dir=dump_dir)
     aligned = fwd("aligned", 4096, weight=None)
-    found = [line.split(":")[0] for line in faults(aligned, config, ARCH, compiled)]
+    found = [line.split(":")[0] for line in faults(aligned, config, compiled, facts_of(compiled))]
     assert found == [
         "narrow loads from global memory of aligned rows",
         "narrow stores to global memory of aligned rows",

@@ -3,15 +3,18 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
+from quack_core.arch import Arch
 from quack_core.jit.compile import compile_kernel
 from quack_norm.ops.row_map import rules
 from quack_norm.ops.softmax.config import BwdConfig, FwdConfig
@@ -61,20 +64,24 @@ SPECS = [
 ]
 
 
+def default_config(spec: Spec, arch: Arch = ARCH) -> FwdConfig | BwdConfig | None:
+    kind = FwdConfig if isinstance(spec, SoftmaxFwdSpec) else BwdConfig
+    return rules.choose(kind, replace(spec, align=16), arch)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}-align{s.align}")
-def test_kernel(spec: Spec, tmp_path: Path) -> None:
-    kind: type[FwdConfig | BwdConfig] = FwdConfig
-    names = [spec.x, *spec.rows]
-    if isinstance(spec, SoftmaxBwdSpec):
-        kind = BwdConfig
-        names.append(spec.dx)
-    else:
-        names.append(spec.out)
-    config = rules.choose(kind, replace(spec, align=16), ARCH)
+@pytest.mark.parametrize(
+    "spec",
+    kernel_faults.in_turn(SPECS, default_config),
+    ids=lambda s: f"{s.name}-align{s.align}",
+)
+def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
+    names = [spec.x, *spec.rows, spec.dx if isinstance(spec, SoftmaxBwdSpec) else spec.out]
+    config = default_config(spec)
     if config is None:  # documented limit
         assert ARCH.name == "sm120" and isinstance(spec, SoftmaxBwdSpec) and spec.n > 131072
         return
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
     narrowest = min(names, key=dtypes.width)
-    assert list(kernel_faults.faults(spec, narrowest, config, ARCH, compiled)) == [], config
+    faults = functools.partial(kernel_faults.faults, spec, narrowest, config, ARCH, compiled)
+    kernel_faults.check(spec, config, ARCH, compiled, faults, code)

@@ -3,17 +3,20 @@
 Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import kernel_faults
 import pytest
+from machine_code import MachineCode
 
 from quack_core import arch as arches
 from quack_core import dtypes, env
+from quack_core.arch import Arch
 from quack_core.jit.compile import Compiled, compile_kernel
-from quack_core.testing import ptx
+from quack_core.testing import cubin, ptx
 from quack_norm.ops.topk.config import (
     BwdConfig,
     FwdConfig,
@@ -77,9 +80,10 @@ SPECS = [
 ]
 
 
-def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
+def faults(
+    spec: Spec, config: Config, compiled: Compiled, facts: cubin.StaticFacts
+) -> Iterator[str]:
     """What is wrong with a compiled kernel, one line each."""
-    facts = kernel_faults.facts_of(spec, ARCH, compiled)
     if facts.spills:
         yield f"spills: a frame of {facts.usage.frame_bytes} bytes, {facts.accesses}"
     if facts.usage.registers > MAX_REGISTERS and not isinstance(config, BwdConfig):
@@ -109,9 +113,14 @@ def faults(spec: Spec, config: Config, compiled: Compiled) -> Iterator[str]:
         yield f"row offset in 32 bits: {instruction}"
 
 
+def default_config(spec: Spec, arch: Arch = ARCH) -> Config:
+    return default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_kernel(spec: Spec, tmp_path: Path) -> None:
-    config = default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
+@pytest.mark.parametrize("spec", kernel_faults.in_turn(SPECS, default_config), ids=lambda s: s.name)
+def test_kernel(spec: Spec, tmp_path: Path, code: MachineCode) -> None:
+    config = default_config(spec)
     compiled = compile_kernel(config.module, spec, config, ARCH, dump_dir=tmp_path)
-    assert list(faults(spec, config, compiled)) == [], config
+    what = functools.partial(faults, spec, config, compiled)
+    kernel_faults.check(spec, config, ARCH, compiled, what, code)

@@ -73,11 +73,24 @@ USED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def what_blocks_raise(root, fresh_python) -> dict[str, list[str | None]]:
+    """Of each document; in one interpreter, as torch takes its time. Blocks have their own names."""
+    blocks = {name: USAGE.findall((root / name).read_text()) for name in USED}
+    return fresh_python(f"""
+import traceback
+
+def raised(block):
+    try:
+        exec(block, {{}})
+    except BaseException:
+        return traceback.format_exc()
+
+result = {{name: list(map(raised, blocks)) for name, blocks in {blocks!r}.items()}}
+""")
+
+
 @pytest.mark.parametrize("name", USED)
-def test_usage_runs_on_this_machine(root, fresh_python, name):
-    blocks = USAGE.findall((root / name).read_text())
-    assert blocks
-    # One interpreter for all, as torch takes its time; each block has names of its own.
-    assert fresh_python(f"result = [exec(block, {{}}) for block in {blocks!r}]") == [None] * len(
-        blocks
-    )
+def test_usage_runs_on_this_machine(what_blocks_raise, name):
+    assert what_blocks_raise[name]
+    assert [error for error in what_blocks_raise[name] if error] == []

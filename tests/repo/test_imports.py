@@ -4,6 +4,14 @@ import pytest
 
 HEAVY = ("torch", "cutlass", "tvm_ffi", "triton", "cuda", "numpy")
 
+IMPORTS = """
+from quack_blockscaled import BlockScaledTensor, dequantize, load_file, quantize
+from quack_gemm import gemm
+from quack_norm import LayerNorm, QuackRMSNorm, RMSNorm, layernorm, rmsnorm
+from quack_norm import cross_entropy, log_softmax, softmax, topk
+import quack_blockscaled.files, quack_gemm.api, quack_norm.nn
+"""
+
 # One forward, and backward if there is one, on the CPU of each public function and module.
 CALLS = """
 import torch
@@ -94,46 +102,32 @@ result = time.process_time() - start
     assert any(fresh_python(code) <= 0.3 for _ in range(3))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(
-            "from quack_blockscaled import BlockScaledTensor, dequantize, load_file, quantize\n"
-            "from quack_gemm import gemm\n"
-            "from quack_norm import LayerNorm, QuackRMSNorm, RMSNorm, layernorm, rmsnorm\n"
-            "from quack_norm import cross_entropy, log_softmax, softmax, topk",
-            id="import",
-        ),
-        pytest.param(CALLS, id="call"),
-    ],
-)
-def test_the_cpu_needs_neither_dsl_nor_compiler_nor_gpu(fresh_python, code):
-    found = fresh_python(f"""
-import torch
-before = set(sys.modules)
-{code}
-loaded = set(sys.modules) - before
-heavy = ("cutlass", "torch._dynamo", "torch._inductor", "triton", "cuda")
-result = [name for name in heavy if name in loaded], torch.cuda.is_initialized()
-""")
-    assert found == [[], False]
-
-
-@pytest.mark.parametrize(
-    "code",
-    ["import quack_blockscaled.files, quack_gemm.api, quack_norm, quack_norm.nn", CALLS],
-    ids=["import", "call"],
-)
-def test_nothing_of_torch_is_patched(fresh_python, code):
-    found = fresh_python(f"""
+@pytest.fixture(scope="module", params=[IMPORTS, CALLS], ids=["import", "call"])
+def effects(request, fresh_python):
+    """What imports or calls load and change."""
+    return fresh_python(f"""
 {SNAPSHOT}
 import torch
-taken = callables("torch")
-{code}
-result = len(taken), changed(taken, "torch")
+before, taken = set(sys.modules), callables("torch")
+{request.param}
+loaded = set(sys.modules) - before
+heavy = ("cutlass", "torch._dynamo", "torch._inductor", "triton", "cuda")
+result = {{
+    "loaded": [name for name in heavy if name in loaded],
+    "initialized": torch.cuda.is_initialized(),
+    "known": len(taken),
+    "changed": changed(taken, "torch"),
+}}
 """)
-    assert found[0] > 10000
-    assert found[1] == []
+
+
+def test_the_cpu_needs_neither_dsl_nor_compiler_nor_gpu(effects):
+    assert (effects["loaded"], effects["initialized"]) == ([], False)
+
+
+def test_nothing_of_torch_is_patched(effects):
+    assert effects["known"] > 10000
+    assert effects["changed"] == []
 
 
 def test_nothing_of_the_dsl_is_patched_by_kernels(fresh_python):

@@ -199,7 +199,8 @@ def test_configurations_fit() -> None:
 
 
 def test_choices() -> None:
-    assert choose(8192, 8192, 8192, 132) == MatmulConfig(128)
+    assert choose(8192, 8192, 8192, 132) == MatmulConfig(192)  # 21 rounds; 32 of 128 columns
+    assert choose(4096, 4096, 7168, 132) == MatmulConfig(128)  # 8 rounds; 6 of 192
     # 32 x 17 tiles: five rounds; 32 x 12 of 192 columns: three
     assert choose(4096, 2176, 7168, 132).tile_n == 192
     assert choose(128, 7168, 2048, 132).tile_n == 64  # 112 tiles instead of 56

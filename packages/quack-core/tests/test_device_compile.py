@@ -174,6 +174,7 @@ def test_an_unelected_copy_is_noticed():
     assert unelected(f"{copy}\n\tcp.async.bulk.commit_group;") == [copy.strip()]
 
 
+@pytest.mark.exhaustive
 @of_module("vectors")
 def test_accesses_are_as_wide_as_the_alignment(probe, folder):
     """The number of accesses follows from the vectors of a thread."""
@@ -203,6 +204,7 @@ def test_cp_async_bypasses_l1_where_it_can(probe, folder):
     assert found == expected
 
 
+@pytest.mark.exhaustive
 @of_module("unaligned")
 def test_unaligned_rows_move_in_16_bytes(probe, folder):
     """Single elements only at the ends of a row, and where the store's alignment is unknown."""

@@ -164,6 +164,7 @@ def tolerance(name, x, ex2_ulp=2, rcp_ulp=1):
     return (np.abs(x * factor) * steps / 2 + ex2_ulp + rcp_ulp + 2) * EPS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "quick_gelu", "gelu_tanh"])
 def test_activations_of_kernels_are_within_their_rounding_errors(on_host, name):
     finite = np.isfinite(ARGUMENTS)
@@ -175,6 +176,7 @@ def test_activations_of_kernels_are_within_their_rounding_errors(on_host, name):
     assert (error <= 2.0**-112)[~regular].all()
 
 
+@pytest.mark.exhaustive
 def test_tanh_of_kernels_has_a_small_relative_error(on_host):
     """1 - 2 / (1 + e ** 2x) alone has an absolute one: nothing is left of arguments below 1e-7."""
     finite = np.isfinite(ARGUMENTS)
@@ -185,6 +187,7 @@ def test_tanh_of_kernels_has_a_small_relative_error(on_host):
     assert np.abs(found).max() == 1.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["identity", "relu", "relu_sq"])
 def test_activations_without_rounding(on_host, name):
     with np.errstate(over="ignore"):
@@ -192,6 +195,7 @@ def test_activations_without_rounding(on_host, name):
     np.testing.assert_array_equal(on_host[name].astype(np.float32), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ON_HOST)
 @pytest.mark.parametrize("value", [INF, -INF, NAN, 0.0])
 def test_special_values_are_those_of_torch(on_host, name, value):
@@ -200,6 +204,7 @@ def test_special_values_are_those_of_torch(on_host, name, value):
     np.testing.assert_equal(on_host[name][index], expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ON_HOST)
 def test_kg12_derivatives_of_kernels(on_host, name):
     """Where a term with x is subtracted, the error is one of the largest term."""

@@ -247,6 +247,7 @@ def test_the_model_notices_a_missing_turn():
 STEPS = [(stages, count) for stages in (2, 3, 4, 7) for count in (0, 1, 2, 3, 4, 5, 9, 100)]
 
 
+@pytest.mark.exhaustive
 def test_skip_is_as_many_steps_of_a_walk_over_the_ring():
     requests = [("skipped", f"{stages} {count}", [None] * 6) for stages, count in STEPS]
     result = subprocess.run(

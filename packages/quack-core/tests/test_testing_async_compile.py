@@ -122,7 +122,10 @@ def run(tmp_path, *options, conftest=CONFTEST, tests=TESTS):
     return done, log.read_text().splitlines()
 
 
-@pytest.mark.parametrize("xdist", [False, True], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "xdist",
+    [pytest.param(False, id="alone"), pytest.param(True, id="xdist", marks=pytest.mark.exhaustive)],
+)
 def test_deferred_tests_run_again(xdist, tmp_path):
     done, log = run(tmp_path, *(["-n", "2"] if xdist else []), "--async-compile=6")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from quack_core.gemm.epilogue import (
     StoreAux,
     operands,
 )
+from quack_gemm import heuristic
 from quack_gemm.config import GemmConfig
 from quack_gemm.spec import GemmSpec
 
@@ -399,3 +401,21 @@ def test_loads_are_shared_in_whole_swizzles() -> None:
     with pytest.raises(ValueError, match="4 CTAs share the loads of 48 rows: .* multiple of 32"):
         GemmConfig(128, 48, 4, 1).check(plain())
     GemmConfig(128, 64, 4, 1).check(plain())
+
+
+@pytest.mark.parametrize("a_major", ["row", "column"])
+@pytest.mark.parametrize("b_major", ["row", "column"])
+def test_columns_across_memory_come_in_whole_swizzles(a_major: Any, b_major: Any) -> None:
+    """Of operands whose K is strided, wide tiles are read 64 elements at a time, or slowly."""
+    spec = GemmSpec(B, B, B, a_major, b_major)
+    strided = {
+        False: b_major == "row",
+        True: a_major == "column",
+    }  # by whether operands are swapped
+    widths: dict[bool, set[int]] = {swap: set() for swap in strided}
+    for config in heuristic.candidates(spec):
+        widths[config.swap].add(config.tile_n)
+    for swap, across in strided.items():
+        odd = {n for n in widths[swap] if n > 64 and n % 64}
+        assert bool(odd) != across
+        assert {64, 128, 192, 256} <= widths[swap]

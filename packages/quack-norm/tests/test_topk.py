@@ -60,7 +60,8 @@ def test_sizes(n: int, k: int, dtype: torch.dtype, device: str) -> None:
 @every_dtype
 @pytest.mark.parametrize(("n", "k"), [(8, 2), (256, 8), (1024, 64), (4097, 300)])
 def test_many_rows(n: int, k: int, dtype: torch.dtype, device: str) -> None:
-    judge(random((1001, n), dtype, device, seed=2), k)
+    rows = 1001 if device == "cuda" else 67  # the reference has no CTAs among which to divide them
+    judge(random((rows, n), dtype, device, seed=2), k)
 
 
 @every_dtype

@@ -76,7 +76,7 @@ def test_any_length_and_any_number_of_rows(level):
     n, step = RAGGED[level], STEPS[level]
     assert step.tiling(n).ragged == (level != "thread")
     kernel = compiled(level, "sm_90a", n)
-    facts = cubin.static_facts(kernel.cubin)
+    facts = cubin.static_facts(kernel.cubin, kernel.ptx)
     assert not facts.spills
     assert 128 in facts.load_bits
     assert ptx.wrapping_offsets(kernel.ptx, n, step.tiling(n).rows_per_cta) == []
