@@ -1,5 +1,8 @@
 """The torch side of operators: dtypes, the eager predicate, registration."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -139,3 +142,28 @@ def test_what_has_an_address() -> None:
     seen = []
     torch.compile(lambda x: seen.append(torch_op.addressed(x)) or x + 1, backend="eager")(x)
     assert seen == [False]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_launches_are_made_on_their_device(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    current, entered, launched = [0], [], []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    def launch(*args: int) -> str:
+        launched.append((*args, current[0]))
+        return "done"
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch_op, "_current_device", lambda: current[0])
+    mine, other = (torch_op.on_device(launch, index) for index in range(2))
+    assert (mine is launch) == (count == 1)
+    assert (mine(5), other(6)) == ("done", "done")
+    assert launched == [(5, 0), (6, count - 1)] and current == [0]
+    assert entered == ([1] if count > 1 else [])

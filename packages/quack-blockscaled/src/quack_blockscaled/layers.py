@@ -76,7 +76,10 @@ class _Linear(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         dx = dweight = dbias = rowwise = None
         if values is not None:
-            rowwise, turned = _copies(dout)
+            if weight is not None:
+                rowwise, turned = _copies(dout)
+            else:
+                turned = quantize(_whole(dout), FP8_BLOCK_1X128, dim=-2)
             x = BlockScaledTensor(values, scales, FP8_BLOCK_1X128, -2, None, dout.dtype)
             dweight = matmul(turned.mT, x, out_dtype=weight_dtype)
         if weight is not None:
@@ -88,12 +91,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _copies(x: Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:
-    """x in blocks along its last dimension; and along its rows, which zeros fill up to a multiple of
-    128."""
-    rows = x.shape[0]
-    whole = F.pad(x, (0, 0, 0, -rows % BLOCK))
-    rowwise, columnwise = quantize_both(whole, FP8_BLOCK_1X128)
-    return rowwise[:rows], columnwise
+    """x in blocks along its last dimension, and along its rows."""
+    rowwise, columnwise = quantize_both(_whole(x), FP8_BLOCK_1X128)
+    return rowwise[: x.shape[0]], columnwise
+
+
+def _whole(x: Tensor) -> Tensor:
+    """x with zeros below it, up to a multiple of 128 rows."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._is_tracing
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # builds without CUDA lack it
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -139,6 +140,25 @@ def check_no_tangent(name: str, *operands: Tensor | None) -> None:
 def bump_version(tensor: Tensor) -> None:
     """Tell autograd that a kernel changed ``tensor`` in place."""
     torch.autograd.graph.increment_version(tensor)
+
+
+def on_device(launch: Callable[..., Any], device: int) -> Callable[..., Any]:
+    """``launch`` with its device current; the caller's comes back afterwards.
+
+    Args:
+        launch: starts kernels on one device.
+        device: index of that.
+    """
+    if torch.cuda.device_count() <= 1:
+        return launch
+
+    def switching(*args: Any) -> Any:
+        if _current_device() == device:
+            return launch(*args)
+        with torch.cuda.device(device):
+            return launch(*args)
+
+    return switching
 
 
 def register(

@@ -255,7 +255,7 @@ def _prepare(
         kernel(a, b, outputs, operands, partials, resident)
         return partials
 
-    return launch
+    return torch_op.on_device(launch, device)
 
 
 def _empty_partials(

@@ -129,4 +129,4 @@ def _kernel(spec: MatmulSpec, config: MatmulConfig, device: int) -> Callable[...
     """Finding a kernel reads source files."""
     with torch_workspace.relaxed_capture():
         found: Callable[..., None] = cache.load(MODULE, spec, config, arch.detect(device))
-    return found
+    return torch_op.on_device(found, device)

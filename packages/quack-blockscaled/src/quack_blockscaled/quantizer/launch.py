@@ -192,4 +192,4 @@ def _kernel(spec: QuantizeSpec | DequantizeSpec, device: int) -> Callable[..., N
     target = arch.detect(device)
     with torch_workspace.relaxed_capture():
         found: Callable[..., None] = cache.load(spec.module, spec, spec.configure(target), target)
-    return found
+    return torch_op.on_device(found, device)

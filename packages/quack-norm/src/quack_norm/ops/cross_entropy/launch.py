@@ -14,7 +14,6 @@ from quack_norm.ops.row_map.launch import (
     ALIGN,
     Aligned,
     Launcher,
-    on_device,
     resident_groups,
     row_align,
 )
@@ -219,7 +218,7 @@ def rescale(dx: Tensor, factor: Tensor) -> None:
         spec = rescale_spec(dx.dtype, factor.dtype)
         with torch_workspace.relaxed_capture():
             function = _kernel(spec, rules.default_rescale, dx.get_device())
-        launch = _launchers[key] = on_device(function, dx.get_device())
+        launch = _launchers[key] = torch_op.on_device(function, dx.get_device())
     launch(dx.view(-1), factor.reshape(1))
 
 
@@ -294,7 +293,7 @@ def _forward_launcher(spec: CrossEntropyFwdSpec, device: int) -> Launcher:
             groups = config.groups(exact, operands[1].numel(), 1, resident) if resident else 0
             function(*operands[:11], state, *operands[11:], groups)
 
-        return on_device(launch, device)
+        return torch_op.on_device(launch, device)
 
     return Aligned(kernel, lambda input, *rest: _alignment(spec, input, rest[9]))
 
@@ -304,7 +303,7 @@ def _backward_launcher(spec: CrossEntropyBwdSpec, device: int) -> Launcher:
 
     def kernel(align: int, in_phase: bool) -> Launcher:
         exact = replace(spec, align=align, in_phase=in_phase)
-        return on_device(_kernel(exact, rules.default_bwd, device), device)
+        return torch_op.on_device(_kernel(exact, rules.default_bwd, device), device)
 
     return Aligned(kernel, lambda _, input, *rest: _alignment(spec, input, rest[5]))
 

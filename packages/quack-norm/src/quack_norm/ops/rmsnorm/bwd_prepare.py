@@ -13,7 +13,6 @@ from quack_norm.ops.row_map.launch import (
     ALIGN,
     Aligned,
     Launcher,
-    on_device,
     resident_groups,
     row_align,
 )
@@ -125,4 +124,4 @@ def _backward_kernel(spec: RMSNormBwdSpec, device: int) -> Launcher:
         operands = (h, weight, dout, rstd, dh, dx, dresidual, dw, db)
         function(*operands, work, state, offset, groups)
 
-    return on_device(launch, device)
+    return torch_op.on_device(launch, device)

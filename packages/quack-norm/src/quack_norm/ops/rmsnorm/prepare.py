@@ -12,7 +12,6 @@ from quack_norm.ops.row_map.launch import (
     ALIGN,
     Aligned,
     Launcher,
-    on_device,
     picker,
     row_align,
 )
@@ -106,14 +105,14 @@ def _forward_kernel(spec: RMSNormFwdSpec, device: int) -> Launcher:
     target = arch.detect(device)
     chosen = rules.default_fwd(spec, target)
     if not (chosen.persistent or chosen.for_few(spec) or chosen.crowded(spec, target)):
-        return on_device(cache.load(chosen.module, spec, chosen, target), device)
+        return torch_op.on_device(cache.load(chosen.module, spec, chosen, target), device)
     pick = picker(spec, chosen, device)
 
     def launch(x, weight, bias, residual, out, h, rstd, _, eps, offset, rows):  # type: ignore[no-untyped-def]
         kernel, state, groups = pick(rows)
         kernel(x, weight, bias, residual, out, h, rstd, state, eps, offset, groups)
 
-    return on_device(launch, device)
+    return torch_op.on_device(launch, device)
 
 
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quack_core import arch, driver, dtypes, occupancy, torch_workspace
@@ -20,8 +19,6 @@ ALIGN = 16
 """Bytes of the widest access: with this alignment kernels are at their best."""
 SURELY = 4
 """CTAs of one tile of a long row that an SM holds."""
-
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 class Aligned:
@@ -82,21 +79,6 @@ def picker(
         return kernel(chosen), counters(device, ints) if ints else None, groups(rows)
 
     return pick
-
-
-def on_device(launch: Launcher, device: int) -> Launcher:
-    """``launch`` with its device current; the caller's comes back afterwards."""
-    if torch.cuda.device_count() <= 1:
-        return launch
-
-    def switching(*args: Any) -> None:
-        if _current_device() == device:
-            launch(*args)
-        else:
-            with torch.cuda.device(device):
-                launch(*args)
-
-    return switching
 
 
 def resident_groups(device: int, spec: Any, chosen: Any) -> int:

@@ -11,7 +11,7 @@ from quack_core.errors import UnsupportedError
 from quack_norm.ops import rows
 from quack_norm.ops.row_map import rules
 from quack_norm.ops.row_map.config import RowConfig
-from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, on_device, picker, row_align
+from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, picker, row_align
 
 from .config import BwdConfig, FwdConfig
 from .spec import SoftmaxBwdSpec, SoftmaxFwdSpec
@@ -135,4 +135,4 @@ def _kernel(spec: SoftmaxFwdSpec | SoftmaxBwdSpec, device: int) -> Launcher:
         run, _, _ = pick(operands[-1])
         run(*operands[:-1])
 
-    return on_device(launch, device)
+    return torch_op.on_device(launch, device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from quack_core import arch, dtypes, torch_op, torch_workspace
 from quack_core.jit import cache
 from quack_norm.ops import rows
-from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, on_device, row_align
+from quack_norm.ops.row_map.launch import ALIGN, Aligned, Launcher, row_align
 
 from .config import SelectConfig, SortConfig, default_bwd, default_fwd
 from .spec import TopKBwdSpec, TopKFwdSpec
@@ -111,4 +111,4 @@ def _kernel(spec: TopKFwdSpec | TopKBwdSpec, device: int) -> Launcher:
     config = default_fwd(spec) if isinstance(spec, TopKFwdSpec) else default_bwd(spec)
     with torch_workspace.relaxed_capture():
         function: Launcher = cache.load(config.module, spec, config, arch.detect(device))
-    return on_device(function, device)
+    return torch_op.on_device(function, device)
