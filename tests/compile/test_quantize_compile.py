@@ -4,6 +4,7 @@ Needs no GPU. ``QUACK_COMPILE_ARCH`` names the architecture.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,17 @@ COLUMNS = [
     for copies in ("columns", "both")
     for x in DTYPES
 ]
+NUMBERS = [DequantizeSpec(out, format) for format in FORMATS.values() for out in DTYPES]
 HELD = TILE[0] * TILE[1] // CONFIG.threads
 """Elements of a thread, of a tile."""
 
 
-def cases(specs: list[QuantizeSpec]) -> list[Any]:
+def cases(specs: Sequence[QuantizeSpec | DequantizeSpec]) -> list[Any]:
     """As parameters of a test; where each kernel is compiled but once, a few are enough."""
     found = kernel_faults.in_turn(specs, lambda spec, arch: spec.configure(arch))
     for i, (spec, case) in enumerate(zip(specs, found, strict=True)):
-        if spec.x != DTYPES[0] or spec.format not in (MXFP8_E4M3, NVFP4, TILES):
+        dtype = spec.x if isinstance(spec, QuantizeSpec) else spec.out
+        if dtype != DTYPES[0] or spec.format not in (MXFP8_E4M3, NVFP4, TILES):
             found[i] = pytest.param(spec, marks=[*case.marks, pytest.mark.exhaustive])
     return found
 
@@ -126,10 +129,9 @@ def test_columns(spec: QuantizeSpec, tmp_path: Path) -> None:
     assert facts.accesses["LDS"][128] >= TILE[0] * TILE[1] // CONFIG.threads // 16
 
 
-@pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("format", FORMATS.values(), **NAME)
-def test_dequantize(format: BlockFormat, out: str, tmp_path: Path) -> None:
-    spec = DequantizeSpec(out, format)
+@pytest.mark.parametrize("spec", cases(NUMBERS), ids=lambda spec: spec.name)
+def test_dequantize(spec: DequantizeSpec, tmp_path: Path) -> None:
+    format = spec.format
     kernel, facts = compiled(spec, tmp_path)
     # As many threads as an SM takes, each with four vectors on their way.
     assert facts.usage.registers <= ARCH.registers_per_sm // ARCH.max_threads_per_sm

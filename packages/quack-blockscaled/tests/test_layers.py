@@ -145,6 +145,7 @@ def test_torch_sees_it(device: str) -> None:
     assert cast.dtype == BF16 and torch.equal(cast, linear(x, weight, bias))
 
 
+@pytest.mark.exhaustive
 def test_one_graph_serves_all_numbers_of_rows(device: str) -> None:
     compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (130, 256, 70):
