@@ -12,6 +12,7 @@ from torch import Tensor
 from quack_blockscaled import FP8_BLOCK_1X128, FP8_BLOCK_128X128, BlockScaledTensor, quantize
 from quack_blockscaled import matmul as public_matmul
 from quack_blockscaled.product.spec import ROUND_COST, MatmulConfig, MatmulSpec, choose
+from quack_core import driver
 
 from .norm import judge, size
 from .shapes import Case
@@ -87,7 +88,7 @@ def spec_of(case: Case) -> MatmulSpec:
 
 def default_config(case: Case) -> MatmulConfig:
     """The configuration that the rule chooses here."""
-    return choose(*case.shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    return choose(*case.shape, driver.multiprocessors(0))
 
 
 def candidates(case: Case) -> list[MatmulConfig]:

@@ -21,15 +21,10 @@ from .quantizer import launch
 _LIBRARY = torch.library.Library("quack_blockscaled", "FRAGMENT")
 
 
-def _direct(*operands: Tensor | None) -> bool:
+def _direct(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the dispatcher has nothing to do, which takes longer than small kernels: plain CUDA
     tensors, and nobody to be told that there is no gradient."""
-    given = [each for each in operands if each is not None]
-    return (
-        given[0].is_cuda
-        and torch_op.eager(*given)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
-    )
+    return x.is_cuda and torch_op.eager(x, *others) and not torch_op.recorded(x, *others)
 
 
 def quantize(

@@ -47,6 +47,7 @@ def capability(device_index: int) -> tuple[int, int]:
     return major, minor
 
 
+@functools.cache
 def multiprocessors(device_index: int) -> int:
     """SMs of a device.
 

@@ -120,6 +120,12 @@ def eager(a: Any, b: Any = None, c: Any = None, d: Any = None, e: Any = None) ->
     )
 
 
+def recorded(*operands: Tensor | None) -> bool:
+    """Whether there will be a backward. (An autograd function is not told: of parameters it hears
+    that they need gradients even under ``no_grad``.)"""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
 def check_no_tangent(name: str, *operands: Tensor | None) -> None:
     """Raise if an operand carries a tangent of forward-mode AD, which would be dropped.
 

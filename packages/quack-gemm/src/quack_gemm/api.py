@@ -192,9 +192,7 @@ def _entry(one: Entry) -> Step:
 
 
 def _needs_gradient(a: Tensor, b: Tensor, steps: Sequence[Step]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(x.requires_grad for x in (a, b, *_tensors(steps)))
+    return torch_op.recorded(a, b, *_tensors(steps))
 
 
 def _tensors(steps: Sequence[Step]) -> list[Tensor]:

@@ -24,7 +24,7 @@ SHARED_BYTES = 128
 
 # The others are fitted to times of all candidates for 57 random shapes on one H200, as cycles of
 # 1755 MHz (``python -m benchmarks sweep gemm_small --shapes random:2:24``, ``random:5:30`` and like
-# them); no shape of a suite is among them.
+# them); no shape of a suite is among them, but of `COMMON`, which 128x4096x14336 showed.
 LAUNCH_CYCLES = 4550
 """Launch, first loads, and the last store's way to memory."""
 PORT_BYTES = 66
@@ -230,10 +230,10 @@ def _fits(config: GemmConfig, spec: GemmSpec) -> bool:
 def cycles(problem: Problem, config: GemmConfig) -> float:
     """About how many cycles a launch takes."""
     spec = config.product(problem.spec)
-    across, down = _clusters(problem, config)
+    across, down = tiles = _clusters(problem, config)
     clusters = across * (across + 1) // 2 if spec.symmetric else across * down
     clusters *= problem.batches * config.ranges
-    loaded = _loaded(problem, config)
+    loaded = _loaded(problem, config, tiles)
     steps = math.ceil(math.ceil(problem.k / config.tile_k(spec)) / config.split_k)
     of_sm = _multiply(config, spec), _read(config, spec), config.stage_bytes(spec) / PORT_BYTES
     beside = STEP_CYCLES
@@ -259,11 +259,15 @@ def cycles(problem: Problem, config: GemmConfig) -> float:
     return total + LAUNCH_CYCLES + CLUSTER_CYCLES * (config.cluster - 1)
 
 
-def _loaded(problem: Problem, config: GemmConfig) -> float:
-    """Bytes of a stage that a CTA reads from L2, weighted as of `STRADDLING` and `COMMON`."""
+def _loaded(problem: Problem, config: GemmConfig, clusters: tuple[int, int]) -> float:
+    """Bytes of a stage that a CTA reads from L2, weighted as of `STRADDLING` and `COMMON`.
+
+    Args:
+        clusters: as of `_clusters`.
+    """
     spec = config.product(problem.spec)
-    rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
-    across, down = _clusters(problem, config)
+    rows, cols = _sides(problem, config)
+    across, down = clusters
 
     def of(size: int, tile: int, tiles: int, cluster: int, others: int, contiguous: int) -> float:
         valid = min(1, size / (tiles * tile * cluster))
@@ -278,6 +282,11 @@ def _loaded(problem: Problem, config: GemmConfig) -> float:
     return (a + b) * SWIZZLE_BYTES
 
 
+def _sides(problem: Problem, config: GemmConfig) -> tuple[int, int]:
+    """Rows and columns of the product that is computed."""
+    return (problem.n, problem.m) if config.swap else (problem.m, problem.n)
+
+
 def _along_k(config: GemmConfig, spec: GemmSpec) -> tuple[bool, bool]:
     """Whether K is contiguous in the operand of the product's rows, and in that of its columns."""
     found = spec.a_major == "row", spec.b_major == "column"
@@ -286,7 +295,7 @@ def _along_k(config: GemmConfig, spec: GemmSpec) -> tuple[bool, bool]:
 
 def _clusters(problem: Problem, config: GemmConfig) -> tuple[int, int]:
     """Of a matrix: along the rows of the product that is computed, and along its columns."""
-    rows, cols = (problem.n, problem.m) if config.swap else (problem.m, problem.n)
+    rows, cols = _sides(problem, config)
     across = math.ceil(rows / (config.tile_m * config.cluster_m))
     return across, math.ceil(cols / (config.tile_n * config.cluster_n))
 

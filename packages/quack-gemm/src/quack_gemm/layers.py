@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quack_core import torch_op
 from quack_core.gemm.activations import derivative
 
 from . import check, weight_grad
@@ -55,7 +56,7 @@ def linear_act(
     x, weight = _autocast(x, weight)
     n = check.layer("linear_act", x, x.shape[-1], "weight", weight, bias)
     found: Tensor = _LinearAct.apply(
-        _rows(x), weight, bias, activation, False, _recorded(x, weight, bias), sums
+        _rows(x), weight, bias, activation, False, torch_op.recorded(x, weight, bias), sums
     )
     return found.reshape(*x.shape[:-1], n)
 
@@ -82,7 +83,7 @@ def linear_gated(
     x, weight = _autocast(x, weight)
     n = check.layer("linear_gated", x, x.shape[-1], "weight", weight, bias, gated=True)
     found: Tensor = _LinearAct.apply(
-        _rows(x), weight, bias, activation, concat, _recorded(x, weight, bias), sums
+        _rows(x), weight, bias, activation, concat, torch_op.recorded(x, weight, bias), sums
     )
     return found.reshape(*x.shape[:-1], n)
 
@@ -117,7 +118,7 @@ def mlp(
     x, weight1, weight2 = _autocast(x, weight1, weight2)
     width = check.layer("mlp", x, x.shape[-1], "weight1", weight1, bias1, activation in GATED)
     n = check.layer("mlp", x, width, "weight2", weight2, bias2)
-    kept = _recorded(x, weight1, weight2, bias1, bias2) and not recompute
+    kept = torch_op.recorded(x, weight1, weight2, bias1, bias2) and not recompute
     args = (_rows(x), weight1, weight2, bias1, bias2, activation, concat, kept, sums)
     found: Tensor = _MLP.apply(*args)
     return found.reshape(*x.shape[:-1], n)
@@ -352,12 +353,6 @@ def _gradients(
     if needs[2] and bias_dtype is not None:
         dbias = dout.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx, dweight, dbias
-
-
-def _recorded(*operands: Tensor | None) -> bool:
-    """Whether there will be a backward. (An autograd function is not told: of parameters it hears
-    that they need gradients even under ``no_grad``.)"""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

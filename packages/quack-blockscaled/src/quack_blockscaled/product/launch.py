@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quack_core import arch, torch_op, torch_workspace
+from quack_core import arch, driver, torch_op, torch_workspace
 from quack_core.errors import UnsupportedError
 from quack_core.jit import cache
 
@@ -41,7 +41,8 @@ def forward(
     if 0 in (m, n, k):
         return d if accumulate else d.zero_()
     spec = MatmulSpec(torch_op.dtype_name(dtype), scale_b.shape[0] == n, accumulate)
-    _run(spec, choose(m, n, k, _sms(a.get_device())), a, scale_a, b[None], scale_b[None], d)
+    config = choose(m, n, k, driver.multiprocessors(a.get_device()))
+    _run(spec, config, a, scale_a, b[None], scale_b[None], d)
     return d
 
 
@@ -59,7 +60,7 @@ def grouped(
     if 0 in (m, n, k, groups):
         return d.zero_()
     spec = MatmulSpec(torch_op.dtype_name(dtype), grouped=True)
-    config = choose(m, n, k, _sms(a.get_device()), groups)
+    config = choose(m, n, k, driver.multiprocessors(a.get_device()), groups)
     _run(spec, config, a, scale_a, b, scale_b, d, offsets.contiguous())
     return d
 
@@ -103,11 +104,6 @@ def _check_target(op: str, a: Tensor) -> None:
         )
 
 
-@functools.cache
-def _sms(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _run(
     spec: MatmulSpec,
     config: MatmulConfig,
@@ -121,7 +117,7 @@ def _run(
     """Launch a kernel; operands as of ``sm90.MatmulSm90``."""
     run = _kernel(spec, config, a.get_device())
     scales = by_columns(scale_a), by_columns(scale_b) if spec.rows_b else scale_b.contiguous()
-    run(_readable(a), _readable(b), *scales, d, offsets, _sms(a.get_device()))
+    run(_readable(a), _readable(b), *scales, d, offsets, driver.multiprocessors(a.get_device()))
 
 
 @functools.cache
